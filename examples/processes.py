@@ -1,0 +1,136 @@
+"""Child processes for the demonstrations: started, awaited until ready, hurt on purpose, always cleaned up.
+
+Every signal goes to one process by its id. The children's output goes to files, shown when something fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+READY_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+_END_TIMEOUT_S = 5.0
+_TAIL_LINES = 15
+
+
+class ChildFailedError(Exception):
+    """A child did not start, or ended by itself; the text has the end of what it printed."""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def command_of(name: str) -> str:
+    """The path of a command that is installed beside this interpreter."""
+    return str(Path(sys.executable).with_name(name))
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process."""
+
+    name: str
+    command: Sequence[str]
+    process: asyncio.subprocess.Process
+    log: Path
+    frozen: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def kill(self) -> None:
+        """SIGKILL: it gets no chance to say goodbye."""
+        self.process.send_signal(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """SIGSTOP: it stays connected and says nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+        self.frozen = False
+
+    def tail(self) -> str:
+        """The last lines it printed."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
+
+
+class Children:
+    """Children that end with the block: `async with Children(folder) as children`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[Child] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(_end(child) for child in self._started))
+
+    async def start(self, name: str, command: Sequence[str], ready: str) -> tuple[Child, str]:
+        """Start a command and wait for the line that begins with `ready`; gives that line as well.
+
+        Raises ChildFailedError when it ends first, or is not ready within READY_TIMEOUT_S.
+        """
+        log = self._folder / f"{name}-{len(self._started)}.log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # Out of the terminal's group: Ctrl-C reaches the demonstration alone, which ends them.
+                start_new_session=True,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        child = Child(name, command, process, log)
+        self._started.append(child)
+        return child, await _ready_line(child, ready)
+
+
+async def _ready_line(child: Child, ready: str) -> str:
+    give_up_at = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        for line in child.log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(ready):
+                return line
+        if not child.alive:
+            raise ChildFailedError(f"{child.name} ended with {child.process.returncode}:\n{child.tail()}")
+        if time.monotonic() >= give_up_at:
+            raise ChildFailedError(f"{child.name} was not ready in {READY_TIMEOUT_S:.0f} s:\n{child.tail()}")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _end(child: Child) -> None:
+    if not child.alive:
+        return
+    if child.frozen:
+        child.thaw()
+    child.process.terminate()
+    try:
+        await asyncio.wait_for(child.process.wait(), _END_TIMEOUT_S)
+    except TimeoutError:
+        child.kill()
+        await child.process.wait()

@@ -1,0 +1,203 @@
+"""FleetService: checks a request, converts it, asks the head, converts the answer. No decisions here.
+
+Streams are coroutines that write, so that a call is one task and its clean-up one `finally`: a caller that
+leaves shows up as a cancellation at any await, or as an error of the write under way.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import TypeVar
+
+from fleet.v1 import fleet_service_pb2 as fleet
+from fleet.v1 import fleet_service_pb2_grpc as fleet_grpc
+from fleet_service.api import convert_sessions as convert
+from fleet_service.api import validate
+from fleet_service.api.facade import Call, CallersHead, Generation
+from fleet_service.domain.events import Event, Finished, Moved, Tokens
+
+_DEFAULT_PAGE_SIZE = 100
+
+ResponseT = TypeVar(
+    "ResponseT", fleet.GenerateResponse, fleet.CompleteResponse, fleet.AttachGenerationResponse
+)
+
+
+class FleetServicer(fleet_grpc.FleetServiceServicer):
+    """The callers' service. Raises FleetError, which the interceptor turns into a status."""
+
+    def __init__(self, head: CallersHead, limits: validate.Limits) -> None:
+        self._head = head
+        self._limits = limits
+
+    # Sessions
+
+    async def CreateSession(
+        self, request: fleet.CreateSessionRequest, context: object
+    ) -> fleet.CreateSessionResponse:
+        validate.check_create_session(request, self._limits)
+        view = await self._head.create_session(
+            request.session_id,
+            convert.session_spec(request.spec),
+            convert.token_ids(request.token_ids),
+            convert.request_key("CreateSession", request),
+        )
+        return fleet.CreateSessionResponse(session=convert.session_message(view))
+
+    async def GetSession(self, request: fleet.GetSessionRequest, context: object) -> fleet.GetSessionResponse:
+        validate.check_session_request(request)
+        reply = fleet.GetSessionResponse(
+            session=convert.session_message(self._head.get_session(request.session_id))
+        )
+        if request.include_token_ids:
+            reply.token_ids.extend(self._head.context_of(request.session_id))
+        return reply
+
+    async def ListSessions(
+        self, request: fleet.ListSessionsRequest, context: object
+    ) -> fleet.ListSessionsResponse:
+        validate.check_list_sessions(request)
+        views, next_page_token = self._head.list_sessions(
+            request.page_size or _DEFAULT_PAGE_SIZE,
+            request.page_token,
+            convert.session_state(request.state),
+            request.node,
+        )
+        return fleet.ListSessionsResponse(
+            sessions=[convert.session_message(view) for view in views], next_page_token=next_page_token
+        )
+
+    async def AppendTokens(
+        self, request: fleet.AppendTokensRequest, context: object
+    ) -> fleet.AppendTokensResponse:
+        validate.check_append_tokens(request, self._limits)
+        view = await self._head.append_tokens(
+            request.session_id,
+            convert.token_ids(request.token_ids),
+            request.expected_length if request.HasField("expected_length") else None,
+            request.truncate_to if request.HasField("truncate_to") else None,
+            convert.request_key("AppendTokens", request),
+        )
+        return fleet.AppendTokensResponse(session=convert.session_message(view))
+
+    async def ParkSession(
+        self, request: fleet.ParkSessionRequest, context: object
+    ) -> fleet.ParkSessionResponse:
+        validate.check_session_request(request)
+        view = await self._head.park_session(request.session_id)
+        return fleet.ParkSessionResponse(session=convert.session_message(view))
+
+    async def ResumeSession(
+        self, request: fleet.ResumeSessionRequest, context: object
+    ) -> fleet.ResumeSessionResponse:
+        validate.check_session_request(request)
+        view = await self._head.resume_session(request.session_id)
+        return fleet.ResumeSessionResponse(session=convert.session_message(view))
+
+    async def FinishSession(
+        self, request: fleet.FinishSessionRequest, context: object
+    ) -> fleet.FinishSessionResponse:
+        validate.check_session_request(request)
+        view = await self._head.finish_session(request.session_id)
+        return fleet.FinishSessionResponse(session=convert.session_message(view))
+
+    # Generations. The stubs' types want streams to be iterators and contexts to be gRPC's; these are
+    # coroutines that write (grpc.aio takes them), to the `Call` that the interceptor brings.
+
+    async def Generate(  # type: ignore[override]
+        self, request: fleet.GenerateRequest, context: Call
+    ) -> None:
+        generation = await self._generate("Generate", request, context)
+        await _relay(generation, 0, context, fleet.GenerateResponse)
+
+    async def GenerateAll(  # type: ignore[override]
+        self, request: fleet.GenerateAllRequest, context: Call
+    ) -> fleet.GenerateAllResponse:
+        return await _collect(await self._generate("GenerateAll", request, context))
+
+    async def Complete(  # type: ignore[override]
+        self, request: fleet.CompleteRequest, context: Call
+    ) -> None:
+        validate.check_complete(request, self._limits)
+        generation = await self._head.complete(
+            convert.session_spec(request.session),
+            convert.token_ids(request.token_ids),
+            convert.generation_spec(request.spec),
+            request.generation_id,
+            convert.request_key("Complete", request),
+            context.trace,
+        )
+        await _relay(generation, 0, context, fleet.CompleteResponse)
+
+    async def AttachGeneration(  # type: ignore[override]
+        self, request: fleet.AttachGenerationRequest, context: Call
+    ) -> None:
+        validate.check_generation_request(request)
+        generation = self._head.find_generation(request.generation_id)
+        await _relay(generation, request.from_index, context, fleet.AttachGenerationResponse)
+
+    async def CancelGeneration(
+        self, request: fleet.CancelGenerationRequest, context: object
+    ) -> fleet.CancelGenerationResponse:
+        validate.check_generation_request(request)
+        return convert.cancel_message(await self._head.cancel_generation(request.generation_id))
+
+    async def ListModels(self, request: fleet.ListModelsRequest, context: object) -> fleet.ListModelsResponse:
+        return fleet.ListModelsResponse(
+            models=[convert.model_summary_message(summary) for summary in self._head.list_models()]
+        )
+
+    async def _generate(
+        self, method: str, request: fleet.GenerateRequest | fleet.GenerateAllRequest, call: Call
+    ) -> Generation:
+        validate.check_generate(request)
+        return await self._head.generate(
+            request.session_id,
+            request.generation_id,
+            convert.generation_spec(request.spec),
+            convert.request_key(method, request),
+            call.trace,
+        )
+
+
+async def _relay(
+    generation: Generation, from_index: int, call: Call, response_type: Callable[[], ResponseT]
+) -> None:
+    """Send a generation's events from `from_index` on, each time all that is new."""
+    reader = generation.attach(from_index)
+    try:
+        finished = False
+        while not finished:
+            events = await reader.read()
+            for event in convert.in_message_sizes(events):
+                response = response_type()
+                convert.write_event(response.event, event)
+                await call.write(response)
+            finished = _ends(events)
+    finally:
+        reader.close()
+
+
+async def _collect(generation: Generation) -> fleet.GenerateAllResponse:
+    """Read a generation to its end."""
+    reader = generation.attach(0)
+    token_ids = array("I")
+    reply = fleet.GenerateAllResponse(generation_id=generation.generation_id)
+    try:
+        while True:
+            for event in await reader.read():
+                if isinstance(event, Tokens):
+                    token_ids.extend(event.token_ids)
+                elif isinstance(event, Moved):
+                    reply.moves.append(convert.moved_message(event))
+                elif isinstance(event, Finished):
+                    reply.token_ids.extend(token_ids)
+                    reply.finished.CopyFrom(convert.finished_message(event))
+                    return reply
+    finally:
+        reader.close()
+
+
+def _ends(events: list[Event]) -> bool:
+    return isinstance(events[-1], Finished)

@@ -1,0 +1,139 @@
+"""The head's two listeners: callers' and operators', each a grpc.aio server with health and reflection."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from fleet.v1 import admin_service_pb2, admin_service_pb2_grpc, fleet_service_pb2, fleet_service_pb2_grpc
+from fleet_service.api.admin_servicer import AdminServicer
+from fleet_service.api.errors import ErrorTranslator
+from fleet_service.api.facade import CallersHead, OperatorsHead
+from fleet_service.api.fleet_servicer import FleetServicer
+from fleet_service.api.health import HealthServicer
+from fleet_service.api.interceptors import EdgeInterceptor, RpcObserver
+from fleet_service.api.validate import Limits
+
+FLEET_SERVICE: str = fleet_service_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
+ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+_CORE_LIMIT_FACTOR = 2
+"""The library refuses what is over this many times our own limit, without a reason; what lies between gets
+REQUEST_TOO_LARGE."""
+
+
+class ListenError(Exception):
+    """A listener could not be opened; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeParts:
+    """What every listener is made with. `new_request_id` names calls that bring no id of their own."""
+
+    log: structlog.typing.FilteringBoundLogger
+    observer: RpcObserver
+    rng: random.Random
+    new_request_id: Callable[[], str]
+    limits: Limits = field(default_factory=Limits)
+    max_request_bytes: int = 16 * 1024 * 1024
+    reflection: bool = True
+
+
+class Listener:
+    """One listening server. Made in the running loop that serves it."""
+
+    def __init__(self, server: grpc.aio.Server, health: HealthServicer, service: str, port: int) -> None:
+        self._server = server
+        self._health = health
+        self._service = service
+        self.port = port
+
+    async def start(self) -> None:
+        """Take calls from now on."""
+        await self._server.start()
+
+    def set_serving(self, serving: bool) -> None:  # noqa: FBT001
+        """Whether the service can do its work now; what health checks of its name are told."""
+        self._health.set_serving(self._service, serving)
+
+    def drain(self) -> None:
+        """Tell health checks NOT_SERVING; calls are still taken."""
+        self._health.drain()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls, wait up to `grace_s` seconds for those that run, then cancel them."""
+        self._health.close()
+        await self._server.stop(grace_s)
+
+
+def callers_listener(head: CallersHead, parts: EdgeParts, address: str) -> Listener:
+    """FleetService on `address` (host:port; port 0 = any). NOT_SERVING until told otherwise.
+
+    Raises ListenError.
+    """
+    server = _server(FLEET_SERVICE, parts)
+    fleet_service_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(head, parts.limits), server)
+    return _listen(server, FLEET_SERVICE, address, parts)
+
+
+def operators_listener(head: OperatorsHead, parts: EdgeParts, address: str) -> Listener:
+    """AdminService on `address` (host:port; port 0 = any). SERVING at once: it is there to repair a fleet.
+
+    Raises ListenError.
+    """
+    server = _server(ADMIN_SERVICE, parts)
+    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(head, parts.limits), server)
+    listener = _listen(server, ADMIN_SERVICE, address, parts)
+    listener.set_serving(True)
+    return listener
+
+
+def _server(service: str, parts: EdgeParts) -> grpc.aio.Server:
+    interceptor = EdgeInterceptor(
+        services=frozenset({service}),
+        translator=ErrorTranslator(parts.rng),
+        observer=parts.observer,
+        log=parts.log,
+        new_request_id=parts.new_request_id,
+        max_request_bytes=parts.max_request_bytes,
+    )
+    return grpc.aio.server(interceptors=[interceptor], options=_options(parts.max_request_bytes))
+
+
+def _options(max_request_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        # Off: with it two heads would share a port without a word, each answering half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", _CORE_LIMIT_FACTOR * max_request_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Without this a frozen peer is noticed only after a minute, whatever keepalive says.
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def _listen(server: grpc.aio.Server, service: str, address: str, parts: EdgeParts) -> Listener:
+    health = HealthServicer([service])
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    if parts.reflection:
+        reflection.enable_server_reflection((service, _HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ListenError(
+            f"cannot listen on {address} for {service}: the address is in use, is none of this machine's, or "
+            "is not host:port; stop what listens there or choose another"
+        ) from error
+    return Listener(server, health, service, port)

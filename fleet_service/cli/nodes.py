@@ -1,0 +1,214 @@
+"""`fleet nodes` with add, remove and probe; `fleet cordon` and `fleet uncordon`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fleet.v1.admin_service_pb2 import (
+    AddNodeRequest,
+    CordonNodeRequest,
+    ListNodesRequest,
+    Node,
+    NodeProbe,
+    NodeState,
+    ProbeNodesRequest,
+    RemoveNodeRequest,
+    UncordonNodeRequest,
+)
+from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples
+from fleet_service.cli.output import duration, enum_name, plain, print_json, print_table, say
+from fleet_service.cli.running import FAILED, run
+from fleet_service.client import FleetClient
+
+NodeName = Annotated[str, typer.Argument(metavar="NODE", help="Name or address of the node.")]
+
+# A probe of a node that does not answer takes the head's connect and handshake timeouts.
+_PROBE_TIMEOUT_S = 30.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+    group.callback(epilog=examples("fleet nodes", "fleet nodes --json", "fleet nodes probe"))(list_nodes)
+    group.command(epilog=examples("fleet nodes add 10.0.0.7:8454"))(add)
+    group.command(epilog=examples("fleet nodes remove node-a"))(remove)
+    group.command(epilog=examples("fleet nodes probe", "fleet nodes probe node-a 10.0.0.7:8454"))(probe)
+    app.add_typer(group, name="nodes")
+    app.command(epilog=examples('fleet cordon node-a --note "new driver"'))(cordon)
+    app.command(epilog=examples("fleet uncordon node-a"))(uncordon)
+
+
+def list_nodes(
+    *,
+    context: typer.Context,
+    admin_address: AdminAddress = ADMIN,
+    as_json: AsJson = False,
+    timeout: Timeout = TIMEOUT_S,
+) -> None:
+    """Show the nodes, and add, remove or probe some."""
+    if context.invoked_subcommand is None:
+        run(_list(admin_address, as_json=as_json, timeout_s=timeout), address=admin_address, as_json=as_json)
+
+
+async def _list(admin_address: str, *, as_json: bool, timeout_s: float) -> None:
+    async with FleetClient(admin_address=admin_address) as client:
+        reply = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout_s))
+    if as_json:
+        print_json(plain(reply))
+        return
+    if not reply.nodes:
+        say("the head has no nodes; add one with `fleet nodes add HOST:PORT`")
+        return
+    _print_nodes(list(reply.nodes))
+    if not reply.books_balance:
+        say("warning: reservations do not equal the work on the nodes; that is a fault of the head")
+
+
+def add(
+    *,
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address to dial.")],
+    admin_address: AdminAddress = ADMIN,
+    as_json: AsJson = False,
+    timeout: Timeout = _PROBE_TIMEOUT_S,
+) -> None:
+    """Take a node into the fleet; it may be down."""
+
+    async def work() -> None:
+        async with FleetClient(admin_address=admin_address) as client:
+            request = AddNodeRequest(address=address)
+            reply = await client.ask(client.admin.AddNode(request, timeout=timeout))
+        _show_node(reply.node, as_json=as_json)
+
+    run(work(), address=admin_address, as_json=as_json)
+
+
+def remove(
+    *,
+    node: NodeName,
+    admin_address: AdminAddress = ADMIN,
+    as_json: AsJson = False,
+    timeout: Timeout = TIMEOUT_S,
+) -> None:
+    """Take a node out of the fleet; what it runs goes on elsewhere."""
+
+    async def work() -> None:
+        async with FleetClient(admin_address=admin_address) as client:
+            reply = await client.ask(client.admin.RemoveNode(RemoveNodeRequest(node=node), timeout=timeout))
+        if as_json:
+            print_json(plain(reply.node))
+        else:
+            typer.echo(f"removed {reply.node.name} ({reply.node.address})")
+
+    run(work(), address=admin_address, as_json=as_json)
+
+
+def probe(
+    *,
+    nodes: Annotated[
+        list[str] | None, typer.Argument(metavar="[NODE]...", help="Names or addresses; none = all nodes.")
+    ] = None,
+    admin_address: AdminAddress = ADMIN,
+    as_json: AsJson = False,
+    timeout: Timeout = _PROBE_TIMEOUT_S,
+) -> None:
+    """Shake hands with nodes on a fresh connection; exits with 1 when one does not answer."""
+
+    async def work() -> int:
+        async with FleetClient(admin_address=admin_address) as client:
+            request = ProbeNodesRequest(nodes=nodes or [])
+            reply = await client.ask(client.admin.ProbeNodes(request, timeout=timeout))
+        if as_json:
+            print_json(plain(reply))
+        else:
+            print_table(("NODE", "ADDRESS", "ANSWER", "MODELS", "DETAIL"), map(_probe_row, reply.probes))
+        return 0 if all(each.reachable for each in reply.probes) else FAILED
+
+    run(work(), address=admin_address, as_json=as_json)
+
+
+def cordon(
+    *,
+    node: NodeName,
+    note: Annotated[str, typer.Option("--note", help="Why, for others to read.")] = "",
+    admin_address: AdminAddress = ADMIN,
+    as_json: AsJson = False,
+    timeout: Timeout = TIMEOUT_S,
+) -> None:
+    """Keep new work off a node; what it runs goes on."""
+
+    async def work() -> None:
+        async with FleetClient(admin_address=admin_address) as client:
+            request = CordonNodeRequest(node=node, note=note)
+            reply = await client.ask(client.admin.CordonNode(request, timeout=timeout))
+        _show_node(reply.node, as_json=as_json)
+
+    run(work(), address=admin_address, as_json=as_json)
+
+
+def uncordon(
+    *,
+    node: NodeName,
+    admin_address: AdminAddress = ADMIN,
+    as_json: AsJson = False,
+    timeout: Timeout = TIMEOUT_S,
+) -> None:
+    """Let new work on a node again."""
+
+    async def work() -> None:
+        async with FleetClient(admin_address=admin_address) as client:
+            request = UncordonNodeRequest(node=node)
+            reply = await client.ask(client.admin.UncordonNode(request, timeout=timeout))
+        _show_node(reply.node, as_json=as_json)
+
+    run(work(), address=admin_address, as_json=as_json)
+
+
+def _show_node(node: Node, *, as_json: bool) -> None:
+    if as_json:
+        print_json(plain(node))
+    else:
+        _print_nodes([node])
+
+
+def _print_nodes(nodes: list[Node]) -> None:
+    columns = ("NODE", "ADDRESS", "STATE", "MODELS", "LANES", "QUEUED", "SESSIONS", "KV", "REPORT", "NOTE")
+    print_table(columns, map(_node_row, nodes), right=("LANES", "QUEUED", "SESSIONS", "KV", "REPORT"))
+
+
+def _node_row(node: Node) -> tuple[str, ...]:
+    state = enum_name(NodeState.DESCRIPTOR, node.state).lower()
+    total = node.report.kv_blocks_total
+    return (
+        node.name,
+        node.address,
+        f"{state}, cordoned" if node.cordoned else state,
+        ", ".join(model.name for model in node.models) or "-",
+        f"{node.running}/{node.lanes}",
+        str(node.queued),
+        str(node.sessions),
+        f"{100 * node.report.kv_blocks_used // total} %" if total else "-",
+        duration(node.report_age_ms) if node.HasField("report") else "-",
+        _note(node),
+    )
+
+
+def _note(node: Node) -> str:
+    parts = [node.state_detail, node.cordon_note]
+    if node.reports_stale:
+        parts.append("reports are stale")
+    if node.outbox:
+        parts.append(f"owes {node.outbox} revokes")
+    parts += [f"{count} x {name}" for name, count in sorted(node.failures.items()) if count]
+    return "; ".join(part for part in parts if part)
+
+
+def _probe_row(found: NodeProbe) -> tuple[str, ...]:
+    return (
+        found.identity or found.name,
+        found.address,
+        duration(found.latency_ms) if found.reachable else "none",
+        ", ".join(model.name for model in found.models) or "-",
+        found.detail,
+    )

@@ -1,0 +1,57 @@
+"""Options that several commands share, and how help texts show examples."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fleet_service.client import DEFAULT_ADMIN_ADDRESS, DEFAULT_CALLERS_ADDRESS
+
+Address = Annotated[
+    str,
+    typer.Option(
+        "--address", envvar="FLEET_ADDRESS", metavar="HOST:PORT", help="Where the head listens for callers."
+    ),
+]
+AdminAddress = Annotated[
+    str,
+    typer.Option(
+        "--admin-address",
+        envvar="FLEET_ADMIN_ADDRESS",
+        metavar="HOST:PORT",
+        help="Where the head listens for operators.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="How long to wait.")]
+
+CALLERS = DEFAULT_CALLERS_ADDRESS
+ADMIN = DEFAULT_ADMIN_ADDRESS
+TIMEOUT_S = 10.0
+
+
+def examples(*commands: str) -> str:
+    """An epilog that shows commands, one a line."""
+    return "\n".join(["[bold]Examples:[/bold]", *(f"  {command}" for command in commands)])
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Token ids out of "1,2,3" or "1 2 3"; BadParameter says what is wrong."""
+    tokens = []
+    for part in text.replace(",", " ").split():
+        if not part.isdecimal() or int(part) >= 1 << 32:
+            raise typer.BadParameter(f"{part!r} is no token id: whole numbers from 0 to {(1 << 32) - 1}")
+        tokens.append(int(part))
+    return tokens
+
+
+def parse_labels(pairs: list[str]) -> dict[str, str]:
+    """Labels out of KEY=VALUE; BadParameter says what is wrong."""
+    labels = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not key or not sign:
+            raise typer.BadParameter(f"{pair!r} is no label: write KEY=VALUE")
+        labels[key] = value
+    return labels

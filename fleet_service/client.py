@@ -1,0 +1,255 @@
+"""A small asynchronous client of a head, over the generated stubs: errors taken apart, streams that go on.
+
+The command line and the demo use it; a service in another language needs nothing but its own stubs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from fleet.v1 import admin_service_pb2_grpc, fleet_service_pb2_grpc
+from fleet.v1.fleet_service_pb2 import (
+    AttachGenerationRequest,
+    CompleteRequest,
+    GenerateRequest,
+    GenerationEvent,
+)
+
+DEFAULT_CALLERS_ADDRESS = "127.0.0.1:8455"
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8456"
+ERROR_DOMAIN = "fleet.v1"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+# A generation outlives a lost connection only when its request says so: a grace that re-attaching fits into.
+REATTACH_GRACE_MS = 10_000
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class CallError(Exception):
+    """A call that did not work. `reason` is that of errors.proto, empty when the head said none.
+
+    `violations` are (field, what it must be), `resource` is (type, name), `fault_id` names an INTERNAL
+    error in the head's log. All are empty where the head sent no such detail.
+    """
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    violations: tuple[tuple[str, str], ...] = ()
+    resource: tuple[str, str] | None = None
+    retry_after_s: float | None = None
+    fault_id: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code.name} {self.reason or '-'}: {self.message}"
+
+    @property
+    def connection_lost(self) -> bool:
+        """The connection failed, not the request: the head did not say anything."""
+        return not self.reason and self.code in _LOST
+
+
+class UnreachableError(CallError):
+    """No head answered at the address."""
+
+
+def decode_error(error: grpc.aio.AioRpcError) -> CallError:
+    """Take apart the google.rpc.Status that a head sends with an error."""
+    plain = CallError(error.code(), error.details() or "")
+    trailer = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+    if not isinstance(trailer, bytes):
+        return plain
+    status = status_pb2.Status()
+    try:
+        status.ParseFromString(trailer)
+    except DecodeError:
+        return plain
+    for packed in status.details:
+        _take_detail(plain, packed)
+    return plain
+
+
+def _take_detail(into: CallError, packed: any_pb2.Any) -> None:
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    resource = error_details_pb2.ResourceInfo()
+    request = error_details_pb2.RequestInfo()
+    if packed.Unpack(info):
+        if info.domain == ERROR_DOMAIN:
+            into.reason, into.metadata = info.reason, dict(info.metadata)
+    elif packed.Unpack(bad):
+        into.violations = tuple((each.field, each.description) for each in bad.field_violations)
+    elif packed.Unpack(retry):
+        into.retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    elif packed.Unpack(resource):
+        into.resource = (resource.resource_type, resource.resource_name)
+    elif packed.Unpack(request):
+        into.fault_id = request.request_id
+
+
+class _EventResponse(Protocol):
+    @property
+    def event(self) -> GenerationEvent: ...
+
+
+class _EventCall(Protocol):
+    def __aiter__(self) -> AsyncIterator[_EventResponse]: ...
+
+    def cancel(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reattached:
+    """Told when a stream's connection was lost and is taken up again at `next_index`."""
+
+    generation_id: str
+    next_index: int
+    error: CallError
+
+
+class FleetClient:
+    """Connections to one head: callers' and operators' services. Use it as an async context manager."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_CALLERS_ADDRESS,
+        admin_address: str = DEFAULT_ADMIN_ADDRESS,
+        *,
+        reattach_s: float = REATTACH_GRACE_MS / 1000,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`reattach_s`: how long a stream tries to come back after its connection was lost."""
+        self.address = address
+        self.admin_address = admin_address
+        self._reattach_s = reattach_s
+        self._rng = rng or random.Random()
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._admin_channel = grpc.aio.insecure_channel(admin_address, options=_CHANNEL_OPTIONS)
+        self.fleet: fleet_service_pb2_grpc.FleetServiceAsyncStub = fleet_service_pb2_grpc.FleetServiceStub(
+            self._channel
+        )
+        self.admin: admin_service_pb2_grpc.AdminServiceAsyncStub = admin_service_pb2_grpc.AdminServiceStub(
+            self._admin_channel
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+        await self._admin_channel.close()
+
+    async def ask(self, call: Awaitable[_T]) -> _T:
+        """Await a unary call of `fleet` or `admin`; raises CallError, UnreachableError if nothing answers."""
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise _outcome(decode_error(error)) from error
+
+    def complete(
+        self, request: CompleteRequest, on_reattach: Callable[[Reattached], None] | None = None
+    ) -> AsyncGenerator[GenerationEvent]:
+        """Events of Complete; see `generate`."""
+        return self._follow(self.fleet.Complete(request), "", 0, on_reattach)
+
+    def generate(
+        self, request: GenerateRequest, on_reattach: Callable[[Reattached], None] | None = None
+    ) -> AsyncGenerator[GenerationEvent]:
+        """Events of Generate, the last one `finished`. Raises CallError.
+
+        When the connection is lost after `accepted`, the stream is taken up at the next index; for that the
+        request needs `disconnect_grace_ms` (REATTACH_GRACE_MS) or on_disconnect CONTINUE.
+        """
+        return self._follow(self.fleet.Generate(request), "", 0, on_reattach)
+
+    def attach(
+        self,
+        generation_id: str,
+        from_index: int = 0,
+        on_reattach: Callable[[Reattached], None] | None = None,
+    ) -> AsyncGenerator[GenerationEvent]:
+        """Events of AttachGeneration from an index on; see `generate`."""
+        return self._follow(self._attach(generation_id, from_index), generation_id, from_index, on_reattach)
+
+    def _attach(self, generation_id: str, from_index: int) -> _EventCall:
+        request = AttachGenerationRequest(generation_id=generation_id, from_index=from_index)
+        return self.fleet.AttachGeneration(request)
+
+    async def _follow(
+        self,
+        call: _EventCall,
+        generation_id: str,
+        next_index: int,
+        on_reattach: Callable[[Reattached], None] | None,
+    ) -> AsyncGenerator[GenerationEvent]:
+        accepted = False
+        give_up_at, delay_s = 0.0, 0.0  # 0 = the connection is well
+        while True:
+            try:
+                async for response in call:
+                    event = response.event
+                    give_up_at, delay_s = 0.0, 0.0
+                    kind = event.WhichOneof("event")
+                    if kind == "accepted":
+                        generation_id = event.accepted.generation_id
+                        if accepted:
+                            continue
+                        accepted = True
+                    elif kind == "tokens":
+                        next_index = event.tokens.first_index + len(event.tokens.token_ids)
+                    yield event
+                    if kind == "finished":
+                        return
+                lost = CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended before the generation did")
+            except grpc.aio.AioRpcError as error:
+                lost = decode_error(error)
+                if not lost.connection_lost:
+                    raise _outcome(lost) from error
+            finally:
+                call.cancel()
+            if not accepted:
+                raise _outcome(lost)
+            now = time.monotonic()
+            give_up_at = give_up_at or now + self._reattach_s
+            if now + delay_s >= give_up_at:
+                raise _outcome(lost)
+            if delay_s == 0.0 and on_reattach is not None:
+                on_reattach(Reattached(generation_id, next_index, lost))
+            await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
+            delay_s = min(1.0, max(0.1, delay_s * 2))
+            call = self._attach(generation_id, next_index)
+
+
+def _outcome(error: CallError) -> CallError:
+    """Tell an address where nothing answers from an error of a head."""
+    if error.reason or error.code is not grpc.StatusCode.UNAVAILABLE:
+        return error
+    return UnreachableError(error.code, error.message)

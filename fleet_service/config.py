@@ -1,0 +1,271 @@
+"""The settings of a head: every name, what it means, its default and what it must be.
+
+`fleet_service.config_sources` reads them from a file, the environment and flags. All values are immutable.
+Durations end in `_s` (seconds), sizes in `_bytes`, `_tokens` counts tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_settings import NoDecode
+
+from fleet_service.runtime.settings import HeadSettings
+
+NODE_PORT = 8454
+CALLERS_PORT = 8455
+ADMIN_PORT = 8456
+
+_RUNTIME = HeadSettings()
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?")
+_HIGHEST_PORT = 65_535
+
+
+def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """Take `host:port` apart; an IPv6 host keeps its brackets. ValueError says what is wrong."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be host:port, for example 127.0.0.1:{default_port or CALLERS_PORT}")
+    port = found["port"] or default_port
+    if port is None:
+        raise ValueError(f"must name a port, for example {found['host']}:{CALLERS_PORT}")
+    if int(port) > _HIGHEST_PORT:
+        raise ValueError(f"must have a port of at most {_HIGHEST_PORT}")
+    return found["host"], int(port)
+
+
+def _listen_address(text: str) -> str:
+    host, port = split_address(text)
+    return f"{host}:{port}"
+
+
+def _node_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    whole = []
+    for address in addresses:
+        host, port = split_address(address, NODE_PORT)
+        if port == 0:
+            raise ValueError(f"must have a port of at least 1, unlike {address}")
+        whole.append(f"{host}:{port}")
+    twice = sorted({address for address in whole if whole.count(address) > 1})
+    if twice:
+        raise ValueError(f"must name each node once, unlike {', '.join(twice)}")
+    return tuple(whole)
+
+
+def _split_list(value: Any) -> Any:
+    # The environment and flags have no lists: "a, b" stands for ["a", "b"].
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+NodeAddresses = Annotated[
+    tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_node_addresses)
+]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ListenConfig(_Section):
+    """Where the head listens."""
+
+    callers: ListenAddress = f"127.0.0.1:{CALLERS_PORT}"
+    """Address for callers, host:port; port 0 lets the system choose"""
+    admin: ListenAddress = f"127.0.0.1:{ADMIN_PORT}"
+    """Address for operators, host:port; port 0 lets the system choose"""
+    reflection: bool = True
+    """Answer gRPC reflection, so that tools can list the services"""
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=64 * 1024, le=256 * 1024 * 1024)
+    """Largest request the head takes"""
+    max_request_tokens: int = Field(1_048_576, ge=1, le=64 * 1024 * 1024)
+    """Most token ids in one request"""
+    max_engine_options_bytes: int = Field(64 * 1024, ge=0, le=1024 * 1024)
+    """Largest engine options of a session"""
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.callers == self.admin and split_address(self.callers)[1] != 0:
+            raise ValueError("listen.callers and listen.admin must differ")
+        return self
+
+
+class HeadConfig(_Section):
+    """How the head places, watches and limits; the numbers of runtime.settings.HeadSettings."""
+
+    fleet_id: Name = _RUNTIME.fleet_id
+    """Fleet that the head and its nodes belong to"""
+    head_id: Name = _RUNTIME.head_id
+    """Name of this head, its own among the heads of the fleet"""
+
+    policy: Literal["load-aware", "least-loaded", "round-robin"] = "load-aware"
+    """How a node is chosen among those that could take the work"""
+    pool_high_pct: int = Field(_RUNTIME.pool_high_pct, ge=1, le=100)
+    """KV occupancy from which a node counts as hot, in percent"""
+    expected_output_tokens: int = Field(_RUNTIME.expected_output_tokens, ge=1, le=1_000_000)
+    """Output that the placement expects of a generation that does not say"""
+    queue_limit_per_node: int = Field(_RUNTIME.queue_limit_per_node, ge=0, le=100_000)
+    """Generations that may wait at the head for one node"""
+    lanes_per_node: int = Field(_RUNTIME.lanes_per_node, ge=0, le=4096)
+    """Generations dispatched to a node at once; 0 = as many as the node says it has"""
+    max_lanes_per_node: int = Field(_RUNTIME.max_lanes_per_node, ge=1, le=4096)
+    """Most lanes a node is believed to have"""
+    default_lanes: int = Field(_RUNTIME.default_lanes, ge=1, le=4096)
+    """Lanes of a node that does not say"""
+    busy_backoff_s: float = Field(_RUNTIME.busy_backoff_s, gt=0, le=60)
+    """How long a node that said BUSY without a time is passed over"""
+    placement_wait_s: float = Field(_RUNTIME.placement_wait_s, gt=0, le=3600)
+    """How long a running generation waits for any node before it ends with ERROR"""
+
+    silence_s: float = Field(_RUNTIME.silence_s, gt=0, le=3600)
+    """Silence of a node after which it gets no new work and its generations move"""
+    report_stale_s: float = Field(_RUNTIME.report_stale_s, gt=0, le=3600)
+    """Age from which a report's load figures no longer count"""
+    relink_s: float = Field(_RUNTIME.relink_s, gt=0, le=60)
+    """How long a lost link may take to come back before the node is down"""
+    redial_min_s: float = Field(_RUNTIME.redial_min_s, gt=0, le=60)
+    """First wait before a node that is down is dialed again"""
+    redial_max_s: float = Field(_RUNTIME.redial_max_s, gt=0, le=600)
+    """Longest wait before a node that is down is dialed again"""
+    command_timeout_s: float = Field(_RUNTIME.command_timeout_s, gt=0, le=600)
+    """How long a node may take to answer a command"""
+    lease_s: float = Field(_RUNTIME.lease_s, gt=0, le=3600)
+    """How long a node serves this head's sessions without hearing from it"""
+    lease_renew_s: float = Field(_RUNTIME.lease_renew_s, gt=0, le=3600)
+    """Age from which a lease is renewed; less than head.lease_s"""
+    generation_stall_s: float = Field(_RUNTIME.generation_stall_s, gt=0, le=86_400)
+    """Time without a token or a change after which a generation moves"""
+
+    default_max_new_tokens: int = Field(_RUNTIME.default_max_new_tokens, ge=1, le=10_000_000)
+    """Most tokens of a generation that does not say"""
+    max_new_tokens_limit: int = Field(_RUNTIME.max_new_tokens_limit, ge=1, le=10_000_000)
+    """Most tokens a generation may ask for"""
+    default_wall_s: float = Field(_RUNTIME.default_wall_s, gt=0, le=604_800)
+    """Most time of a generation that does not say"""
+    max_wall_s: float = Field(_RUNTIME.max_wall_s, gt=0, le=604_800)
+    """Most time a generation may ask for"""
+    default_disconnect_grace_s: float = Field(_RUNTIME.default_disconnect_grace_s, ge=0, le=86_400)
+    """How long the last reader may be gone before its generation is cancelled"""
+    default_orphan_timeout_s: float = Field(_RUNTIME.default_orphan_timeout_s, gt=0, le=604_800)
+    """How long a generation that goes on without readers may do so"""
+    finished_kept_s: float = Field(_RUNTIME.finished_kept_s, ge=0, le=86_400)
+    """How long a finished generation can still be read"""
+    cancel_held_s: float = Field(_RUNTIME.cancel_held_s, ge=0, le=3600)
+    """How long a cancel waits for a generation that was not asked for yet"""
+
+    idle_unbind_s: float = Field(_RUNTIME.idle_unbind_s, gt=0, le=604_800)
+    """Idle time after which a session gives up its place on its node"""
+    session_expiry_s: float = Field(_RUNTIME.session_expiry_s, gt=0, le=31_536_000)
+    """Idle time after which a session is gone"""
+    request_id_kept_s: float = Field(_RUNTIME.request_id_kept_s, gt=0, le=31_536_000)
+    """How long a request_id is remembered"""
+    tick_s: float = Field(_RUNTIME.tick_s, gt=0, le=60)
+    """Period of the background work"""
+    rebalance_ratio: float = Field(_RUNTIME.rebalance_ratio, ge=0, le=1)
+    """Waiting work moves when it would be done elsewhere in less than this part of the time; 0 = never"""
+
+    max_nodes: int = Field(_RUNTIME.max_nodes, ge=1, le=1_000_000)
+    """Most nodes"""
+    max_sessions: int = Field(_RUNTIME.max_sessions, ge=1, le=100_000_000)
+    """Most sessions"""
+    max_generations: int = Field(_RUNTIME.max_generations, ge=1, le=10_000_000)
+    """Most generations, running and kept"""
+    max_readers_per_generation: int = Field(_RUNTIME.max_readers_per_generation, ge=1, le=100_000)
+    """Most readers of one generation"""
+    max_context_tokens: int = Field(_RUNTIME.max_context_tokens, ge=1, le=1_000_000_000)
+    """Longest context of a session"""
+    max_request_ids: int = Field(_RUNTIME.max_request_ids, ge=1, le=100_000_000)
+    """Most request_ids remembered"""
+    max_held_cancels: int = Field(_RUNTIME.max_held_cancels, ge=1, le=10_000_000)
+    """Most cancels that wait for their generation"""
+    max_outbox_per_node: int = Field(_RUNTIME.max_outbox_per_node, ge=1, le=10_000_000)
+    """Most revokes owed to one node"""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for low, high in (
+            ("redial_min_s", "redial_max_s"),
+            ("default_max_new_tokens", "max_new_tokens_limit"),
+            ("default_wall_s", "max_wall_s"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"head.{low} must be at most head.{high}")
+        if self.lease_renew_s >= self.lease_s:
+            raise ValueError("head.lease_renew_s must be less than head.lease_s")
+        return self
+
+    def runtime_settings(self) -> HeadSettings:
+        """The same numbers as the runtime takes them."""
+        return HeadSettings(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(HeadSettings)}
+        )
+
+
+class LinksConfig(_Section):
+    """Connections from the head to its nodes."""
+
+    connect_timeout_s: float = Field(5.0, gt=0, le=600)
+    """How long connecting to a node may take"""
+    handshake_timeout_s: float = Field(10.0, gt=0, le=600)
+    """How long a node may take to answer the handshake"""
+    report_period_s: float = Field(2.0, gt=0, le=600)
+    """Longest time between two reports asked of a node; less than head.silence_s"""
+    keepalive_time_s: float = Field(15.0, ge=1, le=3600)
+    """Quiet time after which a connection is pinged"""
+    keepalive_timeout_s: float = Field(5.0, gt=0, le=600)
+    """How long a keepalive ping may go unanswered"""
+    ping_timeout_s: float = Field(5.0, gt=0, le=600)
+    """How long any HTTP/2 ping may go unanswered"""
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=64 * 1024, le=256 * 1024 * 1024)
+    """Largest message to or from a node"""
+
+
+class TelemetryConfig(_Section):
+    """Traces by OTLP/gRPC."""
+
+    otlp_endpoint: str = Field("", pattern=r"^(https?://)?[A-Za-z0-9._\[\]:-]+:[0-9]{1,5}/?$|^$")
+    """Where spans go, http://host:port (4317 by custom); empty = no traces"""
+    sampling_ratio: float = Field(1.0, ge=0, le=1)
+    """Part of the traces that are kept, where the caller has not decided"""
+
+
+class LogConfig(_Section):
+    """The log, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged"""
+    format: Literal["json", "console"] = "console"
+    """One JSON object per line, or lines for people"""
+
+
+class FleetConfig(_Section):
+    """All settings of a head."""
+
+    nodes: NodeAddresses = ()
+    """Nodes to connect to at the start, host:port each (the port is 8454 where it is left out)"""
+    shutdown_grace_s: float = Field(30.0, ge=0, le=86_400)
+    """How long running generations may go on after the head was told to stop"""
+    listen: ListenConfig = ListenConfig()
+    """Where the head listens"""
+    head: HeadConfig = HeadConfig()
+    """How the head places, watches and limits"""
+    links: LinksConfig = LinksConfig()
+    """Connections to nodes"""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces"""
+    log: LogConfig = LogConfig()
+    """The log"""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.links.report_period_s >= self.head.silence_s:
+            raise ValueError("links.report_period_s must be less than head.silence_s")
+        if len(self.nodes) > self.head.max_nodes:
+            raise ValueError("nodes must not be more than head.max_nodes")
+        return self

@@ -1,0 +1,46 @@
+"""Placement: which node takes a request. Pure decisions over what the head knows of its nodes."""
+
+from fleet_service.domain.placement.candidate import Candidate, Demand
+from fleet_service.domain.placement.choose import Verdict, choose, explain
+from fleet_service.domain.placement.filters import LeftOut, left_out, window_tokens
+from fleet_service.domain.placement.load import (
+    Rates,
+    estimate_ms,
+    is_hot,
+    kv_used_pct,
+    rates_of,
+    typical_rates,
+)
+from fleet_service.domain.placement.policies import (
+    POLICY_NAMES,
+    LeastLoaded,
+    LoadAware,
+    Policy,
+    RoundRobin,
+    make_policy,
+)
+from fleet_service.domain.placement.refusals import refusal
+
+__all__ = [
+    "POLICY_NAMES",
+    "Candidate",
+    "Demand",
+    "LeastLoaded",
+    "LeftOut",
+    "LoadAware",
+    "Policy",
+    "Rates",
+    "RoundRobin",
+    "Verdict",
+    "choose",
+    "estimate_ms",
+    "explain",
+    "is_hot",
+    "kv_used_pct",
+    "left_out",
+    "make_policy",
+    "rates_of",
+    "refusal",
+    "typical_rates",
+    "window_tokens",
+]

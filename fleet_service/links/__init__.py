@@ -1,0 +1,1 @@
+"""Head-to-node I/O behind the runtime's NodeLink and Dialer protocols."""

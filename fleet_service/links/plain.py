@@ -1,0 +1,324 @@
+"""Dialed nodes over plain RPCs: one channel and one status stream per link, one call per command and run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import structlog
+
+from fleet.v1 import node_service_pb2, node_service_pb2_grpc
+from fleet_service.domain.commands import Append, Assign, CancelRun, Introduction, Refusal, Revoke, Run
+from fleet_service.domain.node_types import NodeHello
+from fleet_service.links import convert
+from fleet_service.links.plain_run import PlainRun
+from fleet_service.links.status import handshake_error, link_error
+from fleet_service.runtime.protocols import (
+    HandshakeRefusedError,
+    LinkError,
+    LinkListener,
+    LinkLostError,
+    NodeFaultError,
+    RunSink,
+)
+
+_log = structlog.get_logger(__name__)
+
+# How far a node may run ahead of the head in one stream.
+_LOOKAHEAD_BYTES = 32 * 1024
+_RECONNECT_BACKOFF_MS = 100
+
+
+_Answer = (
+    node_service_pb2.AssignResponse
+    | node_service_pb2.AppendResponse
+    | node_service_pb2.CancelResponse
+    | node_service_pb2.RevokeResponse
+)
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """How links are made and watched. `handshake_timeout_s` counts from the dial on, connecting included."""
+
+    connect_timeout_s: float = 5.0
+    handshake_timeout_s: float = 10.0
+    report_period_s: float = 2.0
+    command_timeout_s: float = 5.0
+    keepalive_time_s: float = 15.0
+    keepalive_timeout_s: float = 5.0
+    ping_timeout_s: float = 5.0
+    max_message_bytes: int = convert.DEFAULT_MESSAGE_BYTES
+
+    def channel_options(self) -> list[tuple[str, int]]:
+        """Arguments of a channel to a node."""
+        ms = convert.milliseconds
+        return [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.service_config_disable_resolution", 1),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+            ("grpc.keepalive_time_ms", ms(self.keepalive_time_s)),
+            ("grpc.keepalive_timeout_ms", ms(self.keepalive_timeout_s)),
+            ("grpc.http2.ping_timeout_ms", ms(self.ping_timeout_s)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            # gRPC gives each attempt to connect this long, so here it is the connect timeout.
+            ("grpc.min_reconnect_backoff_ms", ms(self.connect_timeout_s)),
+            ("grpc.dns_ares_query_timeout", ms(self.connect_timeout_s)),
+            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_BACKOFF_MS),
+            ("grpc.max_reconnect_backoff_ms", _RECONNECT_BACKOFF_MS),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+        ]
+
+
+class PlainDialer:
+    """A Dialer of plain links. Every connect has a channel, and so a connection, of its own."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        self._settings = settings
+
+    async def connect(self, address: str, introduction: Introduction, listener: LinkListener) -> PlainLink:
+        """Dial, shake hands, start reports. Raises LinkLostError, LinkTimeoutError or HandshakeRefusedError.
+
+        Refused connections fail at once, silent ones within `connect_timeout_s`.
+        """
+        channel = self._channel(address)
+        try:
+            hello = await self._handshake(channel, address, introduction)
+        except BaseException:
+            await channel.close()
+            raise
+        return PlainLink(channel, address, introduction, hello, listener, self._settings)
+
+    async def probe(self, address: str, introduction: Introduction) -> NodeHello:
+        """Dial and shake hands only, on a connection of its own. Raises as `connect`."""
+        channel = self._channel(address)
+        try:
+            return await self._handshake(channel, address, introduction)
+        finally:
+            await channel.close()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=self._settings.channel_options())
+
+    async def _handshake(
+        self, channel: grpc.aio.Channel, address: str, introduction: Introduction
+    ) -> NodeHello:
+        stub = node_service_pb2_grpc.NodeServiceStub(channel)
+        try:
+            answer = await stub.Handshake(
+                convert.handshake_request(introduction), timeout=self._settings.handshake_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise handshake_error(error, address) from error
+        if not isinstance(answer, node_service_pb2.HandshakeResponse):
+            raise HandshakeRefusedError(
+                f"{address} answered the handshake with what is no HandshakeResponse: is it a fleet node?"
+            )
+        _check_answer(answer, address)
+        return convert.hello(answer)
+
+
+def _check_answer(answer: node_service_pb2.HandshakeResponse, address: str) -> None:
+    if answer.version != convert.PROTOCOL_VERSION:
+        raise HandshakeRefusedError(
+            f"{address} speaks protocol version {answer.version}, the head {convert.PROTOCOL_VERSION}:"
+            " upgrade the older of the two"
+        )
+    if not answer.identity or not answer.incarnation:
+        raise HandshakeRefusedError(
+            f"{address} gave no identity or incarnation: a node must name itself and each run of its process"
+        )
+
+
+class PlainLink:
+    """A NodeLink over one connection: gone with its status stream, and never connected again.
+
+    A connection that takes no new calls (the node is stopping, and lets its runs come to an end) is lost when
+    its last run is over. A channel would connect anew by itself, perhaps to another run of the node's process,
+    which knows nothing of what was agreed here; so nothing is sent on a channel that has left READY.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        introduction: Introduction,
+        hello: NodeHello,
+        listener: LinkListener,
+        settings: LinkSettings,
+    ) -> None:
+        self._channel = channel
+        self._stub = node_service_pb2_grpc.NodeServiceStub(channel)
+        self._address = address
+        self._introduction = introduction
+        self._hello = hello
+        self._listener = listener
+        self._settings = settings
+        self._gone = False
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._runs: set[asyncio.Task[None]] = set()
+        self._start(self._watch_reports(), f"reports of {address}")
+        self._start(self._watch_connection(), f"connection to {address}")
+
+    @property
+    def hello(self) -> NodeHello:
+        """What the node said at the handshake."""
+        return self._hello
+
+    async def assign(self, command: Assign) -> Refusal | None:
+        request = convert.assign_request(command, self._introduction)
+        answer = await self._call(self._stub.Assign, request, "Assign")
+        return _refusal(answer)
+
+    async def append(self, command: Append) -> Refusal | None:
+        answer = await self._call(self._stub.Append, convert.append_request(command), "Append")
+        return _refusal(answer)
+
+    async def cancel(self, command: CancelRun) -> Refusal | None:
+        answer = await self._call(self._stub.Cancel, convert.cancel_request(command), "Cancel")
+        return _refusal(answer)
+
+    async def revoke(self, command: Revoke) -> Refusal | None:
+        answer = await self._call(self._stub.Revoke, convert.revoke_request(command), "Revoke")
+        return _refusal(answer)
+
+    async def renew_lease(self, lease_s: float) -> bool:
+        request = convert.renew_request(self._introduction, lease_s)
+        answer = await self._call(self._stub.RenewLease, request, "RenewLease")
+        return answer.renewed
+
+    def run(self, command: Run, sink: RunSink) -> PlainRun:
+        """Start a generation. Raises ValueError when a number of the command does not fit its wire type."""
+        call = None
+        if self._takes_calls():
+            call = self._stub.Generate(
+                convert.generate_request(command, self._introduction),
+                metadata=tuple(command.carrier.items()),
+            )
+        run = PlainRun(
+            call,
+            sink,
+            on_sign=self._listener.on_sign,
+            explain=lambda error: self._explain(error, "Generate"),
+            end_timeout_s=self._settings.command_timeout_s,
+        )
+        task = self._start(run.read(), f"run {command.generation_id}")
+        self._runs.add(task)
+        task.add_done_callback(self._runs.discard)
+        return run
+
+    async def close(self) -> None:
+        """Drop the connection; its runs break. Returns when nothing of the link is left."""
+        self._closed = True
+        self._gone = True
+        await self._channel.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_RequestT, _ResponseT],
+        request: _RequestT,
+        name: str,
+    ) -> _ResponseT:
+        if not self._takes_calls():
+            raise LinkLostError(f"{name}: the link to {self._address} is gone")
+        task = asyncio.current_task()
+        cancels_before = 0 if task is None else task.cancelling()
+        try:
+            answer = await method(request, timeout=self._settings.command_timeout_s)
+        except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
+            # gRPC shows a call cancelled by its own task, and one whose channel was closed, in either way.
+            if task is not None and task.cancelling() > cancels_before:
+                raise asyncio.CancelledError from error
+            raise self._explain(error, name) from error
+        if answer is None:  # gRPC's way to say that it could not decode the message
+            raise NodeFaultError(f"{name}: the answer could not be decoded")
+        if not self._gone:
+            self._listener.on_sign()
+        return answer
+
+    def _explain(self, error: BaseException, name: str) -> LinkError:
+        """What the failure of a call means: once the link is gone, nothing it says is the node's doing."""
+        if isinstance(error, grpc.aio.AioRpcError) and not self._gone:
+            return link_error(error, name)
+        return LinkLostError(f"{name}: the link to {self._address} is gone")
+
+    def _takes_calls(self) -> bool:
+        return not self._gone and self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def _watch_connection(self) -> None:
+        """Wait until the connection takes no new calls and its runs are over; then the link is lost."""
+        await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        while self._runs and not self._gone:
+            await asyncio.wait(self._runs)
+        await self._lose(LinkLostError("the node ended the connection"))
+
+    async def _watch_reports(self) -> None:
+        """Pass on reports until the stream ends, which is the end of the link."""
+        error: LinkError
+        try:
+            error = await self._relay_reports()
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            return
+        except grpc.aio.AioRpcError as failure:
+            error = link_error(failure, "WatchStatus")
+        except Exception as failure:  # noqa: BLE001 - it ends the link, whatever it is
+            _log.exception("reading a node's reports failed", address=self._address)
+            error = NodeFaultError(f"WatchStatus: reading failed: {failure!r}")
+        await self._lose(error)
+
+    async def _lose(self, error: LinkError) -> None:
+        """Drop the connection and tell the listener, once; not after close()."""
+        if self._gone:
+            return
+        self._gone = True
+        try:
+            await self._channel.close()
+        finally:
+            self._listener.on_lost(error)
+
+    async def _relay_reports(self) -> LinkError:
+        call = self._stub.WatchStatus(
+            convert.watch_request(self._introduction, self._settings.report_period_s)
+        )
+        while True:
+            message = await call.read()
+            if self._closed:
+                return LinkLostError("WatchStatus: the link was closed")
+            if message is grpc.aio.EOF:
+                return LinkLostError("WatchStatus: the node ended its status stream")
+            if not isinstance(message, node_service_pb2.WatchStatusResponse):
+                return NodeFaultError("WatchStatus: a message could not be decoded")
+            self._listener.on_sign()
+            if message.HasField("report"):
+                models = tuple(convert.model(each) for each in message.models)
+                self._listener.on_report(convert.report(message.report), models)
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a sink or listener raised", task=task.get_name(), exc_info=error)
+
+
+def _refusal(answer: _Answer) -> Refusal | None:
+    return convert.refusal(answer.refusal) if answer.HasField("refusal") else None

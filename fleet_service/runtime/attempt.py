@@ -1,0 +1,335 @@
+"""One attempt: one node's try at a generation, from binding the session there to the failure that ends it.
+
+The node's messages arrive synchronously through on_step and go straight into the token log. When the
+generation is decided the driver cancels the attempt; whatever ends it, `run` leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_service.domain.commands import Append, Assign, Phase, Refusal, Run, RunFinish
+from fleet_service.domain.events import FinishReason
+from fleet_service.domain.failures import Failure, FailureClass, failure_of_refusal
+from fleet_service.domain.node_types import Feature
+from fleet_service.domain.placement import window_tokens
+from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.protocols import (
+    LinkError,
+    LinkLostError,
+    LinkTimeoutError,
+    NodeFaultError,
+    NodeLink,
+    RunHandle,
+)
+from fleet_service.runtime.session import Binding
+from fleet_service.runtime.settings import HeadSettings
+
+# The head's own timer decides WALL_CLOCK; the node's limit is only there in case the head is gone.
+NODE_WALL_MARGIN_S = 5.0
+# Prompt tokens per second assumed when judging whether a prefill has stalled and no rate is known.
+SLOW_PREFILL_TOKENS_PER_S = 200
+
+_FAILURE_OF_LINK_ERROR: dict[type[LinkError], FailureClass] = {
+    LinkLostError: FailureClass.LINK_LOST,
+    LinkTimeoutError: FailureClass.COMMAND_TIMEOUT,
+    NodeFaultError: FailureClass.NODE_FAULT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptContext:
+    """What every attempt of a head shares. `violated` is told when a node broke the protocol."""
+
+    settings: HeadSettings
+    loop: asyncio.AbstractEventLoop
+    own_term: Callable[[], int]
+    violated: Callable[[Node, str], None]
+
+
+class _Refused(Exception):
+    """A command before the run was refused."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.code.value)
+        self.refusal = refusal
+
+
+class Attempt:
+    """A RunSink. `dispatched` is called when the attempt's epoch is known and its commands go out."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        generation: Generation,
+        reservation: Reservation,
+        binding: Binding,
+        link: NodeLink,
+        dispatched: Callable[[Attempt], None],
+    ) -> None:
+        self.generation = generation
+        self.node = reservation.node
+        self.binding = binding
+        self.epoch = binding.epoch
+        self.tokens = 0
+        self.last_sign_s = context.loop.time()
+        self._context = context
+        self._reservation = reservation
+        self._link = link
+        self._dispatched = dispatched
+        self._ended: asyncio.Future[Failure] = context.loop.create_future()
+        self._over = False
+        self._confirmed = False
+        self._phase: Phase | None = None
+        self._progress_s = self.last_sign_s
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> Failure:
+        """The failure that ended the attempt. Cancelled when its generation is decided first."""
+        session = self.generation.session
+        trace = self.generation.trace.attempt_started(
+            self.node.name, self.epoch, self.generation.attempts, self.generation.log.received
+        )
+        self._reservation.on_lost = self._node_lost
+        handle: RunHandle | None = None
+        failure: Failure | None = None
+        try:
+            self._dispatched(self)
+            try:
+                command = await self._prepare(dict(trace.carrier()))
+            except _Refused as refused:
+                failure = self._failure_of(refused.refusal)
+                return failure
+            except LinkError as error:
+                failure = self._failure_of_link(error)
+                return failure
+            handle = self._link.run(command, self)
+            self._watch_for_stall()
+            failure = await self._ended
+            return failure
+        finally:
+            self._over = True
+            self._reservation.on_lost = None
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+            if handle is not None:
+                handle.close()
+            session.drop_doubtful_binding()
+            trace.ended(None if failure is None else failure.kind.value, self.tokens)
+
+    # Before the run: the node must hold exactly the context the head means
+
+    async def _prepare(self, carrier: dict[str, str]) -> Run:
+        assign, append = self._owed_commands()
+        if Feature.INLINE_BIND not in self.node.features:
+            if assign is not None:
+                await self._command(self._link.assign(assign))
+                self.binding.assigned = True
+                self.node.lease_renewed_s = self._context.loop.time()
+            if append is not None:
+                self.binding.synced_tokens = None
+                await self._command(self._link.append(append))
+                self.binding.synced_tokens = len(self.generation.session.context)
+            self._confirmed = True
+            return self._run_command(carrier, None, None)
+        if append is not None:
+            self.binding.synced_tokens = None
+        self._confirmed = assign is None and append is None
+        return self._run_command(carrier, assign, append)
+
+    async def _command(self, answer: Coroutine[Any, Any, Refusal | None]) -> None:
+        """Await a command's answer, or the node's loss, whichever comes first."""
+        command = self._context.loop.create_task(answer)
+        try:
+            waits: list[asyncio.Future[Any]] = [command, self._ended]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not command.done():
+                raise LinkLostError("the node was lost before it answered")
+            refusal = command.result()
+        finally:
+            command.cancel()
+        if refusal is not None:
+            raise _Refused(refusal)
+
+    def _owed_commands(self) -> tuple[Assign | None, Append | None]:
+        session, binding = self.generation.session, self.binding
+        assign = None
+        if not binding.assigned:
+            options = session.spec.engine_options if Feature.ENGINE_OPTIONS in self.node.features else b""
+            assign = Assign(
+                session_id=session.session_id,
+                epoch=binding.epoch,
+                command_id=binding.next_command_id(),
+                model=session.spec.model,
+                model_revision=session.spec.model_revision,
+                sampling=session.sampling,
+                qos=session.spec.qos,
+                engine_options=options,
+                lease_s=self._context.settings.lease_s,
+            )
+            binding.sent = True
+        held = binding.synced_tokens or 0
+        if held == len(session.context):
+            return assign, None
+        append = Append(
+            session_id=session.session_id,
+            epoch=binding.epoch,
+            command_id=binding.next_command_id(),
+            base_length=held,
+            token_ids=session.context.tail(held),
+        )
+        return assign, append
+
+    def _run_command(self, carrier: dict[str, str], assign: Assign | None, append: Append | None) -> Run:
+        generation = self.generation
+        session = generation.session
+        return Run(
+            session_id=session.session_id,
+            epoch=self.epoch,
+            command_id=self.binding.next_command_id(),
+            generation_id=generation.generation_id,
+            context_length=len(session.context),
+            context_crc32=session.context.crc32,
+            prefix_token_ids=generation.log.slice(0),
+            first_index=generation.log.received,
+            max_new_tokens=generation.rules.remaining,
+            max_wall_s=generation.remaining_wall_s() + NODE_WALL_MARGIN_S,
+            sampling=generation.sampling,
+            qos=generation.qos,
+            assign=assign,
+            append=append,
+            carrier=carrier,
+        )
+
+    # While it runs: the sink
+
+    def on_step(
+        self,
+        epoch: int,
+        first_index: int,
+        token_ids: Sequence[int],
+        phase: Phase | None,
+        finish: RunFinish | None,
+        refusal: Refusal | None,
+    ) -> None:
+        if self._over or self._ended.done():
+            return
+        now_s = self._context.loop.time()
+        self.last_sign_s = now_s
+        if refusal is not None:
+            self._fail(self._failure_of(refusal))
+            return
+        if epoch != self.epoch:
+            self._wrong_epoch(epoch)
+            return
+        if not self._confirmed:
+            self._confirm(now_s)
+        if phase is not None or token_ids:
+            self._progress_s = now_s
+            self._phase = phase or Phase.DECODE
+        if token_ids and not self._take_tokens(first_index, token_ids, now_s):
+            return
+        if finish is not None:
+            self._node_finished(finish)
+
+    def on_broken(self, error: LinkError) -> None:
+        self._fail(self._failure_of_link(error))
+
+    def _take_tokens(self, first_index: int, token_ids: Sequence[int], now_s: float) -> bool:
+        generation = self.generation
+        have = generation.log.received
+        if first_index > have:
+            self._fail(self._failure(FailureClass.INDEX_GAP, f"index {first_index} came, {have} was next"))
+            return False
+        new = token_ids if first_index == have else token_ids[have - first_index :]
+        if new:
+            generation.deliver(new, now_s)
+            self.tokens += generation.log.received - have
+        return generation.finished is None
+
+    def _confirm(self, now_s: float) -> None:
+        """The first answer to a run that carried its own assign and append."""
+        self._confirmed = True
+        if not self.binding.assigned:
+            self.binding.assigned = True
+            self.node.lease_renewed_s = now_s
+        self.binding.synced_tokens = self.generation.context_tokens
+
+    def _wrong_epoch(self, epoch: int) -> None:
+        session_id = self.generation.session_id
+        if epoch < self.epoch:
+            self.node.owe_revoke(session_id, epoch)
+            return
+        detail = f"tokens came under epoch {epoch}, which was never issued"
+        self._fail(self._failure(FailureClass.PROTOCOL, detail))
+        self._context.violated(self.node, detail)
+
+    def _node_finished(self, finish: RunFinish) -> None:
+        """The node's word counts only where the head's own rules could not decide."""
+        generation = self.generation
+        if finish is RunFinish.EOS:
+            generation.decide(FinishReason.EOS)
+        elif finish is RunFinish.LENGTH:
+            self._window_is_full()
+        elif finish is RunFinish.ERROR:
+            self._fail(self._failure(FailureClass.ENGINE_ERROR, "the engine failed"))
+        elif finish is RunFinish.WALL_CLOCK and generation.remaining_wall_s() <= 0:
+            generation.decide(FinishReason.WALL_CLOCK)
+        else:
+            self._fail(
+                self._failure(FailureClass.NODE_FAULT, f"the node ended the run unasked: {finish.value}")
+            )
+
+    def _window_is_full(self) -> None:
+        window = window_tokens(self.node, self.generation.session.spec.model)
+        held = self.generation.context_tokens + self.generation.log.received
+        if not window:
+            self.generation.decide(FinishReason.LENGTH)
+        elif held < window:
+            self._fail(self._failure(FailureClass.NODE_FAULT, f"the node ended at {held} of {window} tokens"))
+        else:
+            self._fail(Failure(FailureClass.CONTEXT_TOO_LONG, self.node.name, "full", window_tokens=window))
+
+    # What ends it
+
+    def _node_lost(self, kind: FailureClass, detail: str) -> None:
+        self._fail(self._failure(kind, detail))
+
+    def _watch_for_stall(self) -> None:
+        """No token and no change of phase for too long; a lane's queue on the node is no stall."""
+        now_s = self._context.loop.time()
+        stall_s = self._context.settings.generation_stall_s
+        due_s = self._progress_s + stall_s + self._prefill_allowance_s()
+        if self._phase is Phase.QUEUED:
+            due_s = now_s + stall_s
+        if now_s >= due_s:
+            self._fail(
+                self._failure(FailureClass.STALLED, f"no progress for {now_s - self._progress_s:.1f} s")
+            )
+            return
+        self._stall_timer = self._context.loop.call_at(due_s, self._watch_for_stall)
+
+    def _prefill_allowance_s(self) -> float:
+        if self._phase is Phase.DECODE:
+            return 0.0
+        report = self.node.report
+        rate = (report.prefill_tokens_per_s if report else 0) or SLOW_PREFILL_TOKENS_PER_S
+        return 2.0 * (self.generation.context_tokens + self.generation.log.received) / rate
+
+    def _fail(self, failure: Failure) -> None:
+        if not self._over and not self._ended.done():
+            self._ended.set_result(failure)
+
+    def _failure(self, kind: FailureClass, detail: str) -> Failure:
+        return Failure(kind, self.node.name, detail)
+
+    def _failure_of(self, refusal: Refusal) -> Failure:
+        return failure_of_refusal(refusal, self.node.name, own_term=self._context.own_term())
+
+    def _failure_of_link(self, error: LinkError) -> Failure:
+        kind = _FAILURE_OF_LINK_ERROR.get(type(error), FailureClass.NODE_FAULT)
+        return self._failure(kind, str(error))

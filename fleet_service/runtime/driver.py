@@ -1,0 +1,179 @@
+"""Drives one generation through its attempts: waits for a lane, tries, and on a failure decides what is next.
+
+Design: Failures. The straight story of failover; the rules it follows are domain/failures.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import structlog
+
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.events import ErrorCause, FinishReason, MoveCause, Moved, Started
+from fleet_service.domain.failures import AttemptBudget, Failure, FailureClass, GiveUp, TryAgain, Where
+from fleet_service.domain.lane_queue import QueueFullError
+from fleet_service.domain.placement import Demand
+from fleet_service.domain.specs import Replay
+from fleet_service.runtime.attempt import Attempt, AttemptContext
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.node import Grant, Node, Reservation
+from fleet_service.runtime.protocols import NodeLink
+
+log = structlog.get_logger(__name__)
+
+
+class Driver:
+    """One generation's way through the fleet. `reservation` is its first place, taken on acceptance."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        reservation: Reservation,
+        fleet: Fleet,
+        context: AttemptContext,
+    ) -> None:
+        self._generation = generation
+        self._reservation = reservation
+        self._fleet = fleet
+        self._context = context
+        self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
+        self._last: Attempt | None = None
+        self._cause = MoveCause.LINK_LOST
+
+    async def run(self) -> None:
+        """Until the generation is decided, by this driver or by whoever cancels it."""
+        try:
+            while self._generation.finished is None:
+                failure = await self._one_attempt(self._reservation)
+                self._reservation.release()
+                if self._generation.finished is None:
+                    await self._after(failure)
+        except Exception:
+            log.exception("driver_failed", generation=self._generation.generation_id)
+            fault = ErrorCause(Reason.INTERNAL, "a fault of the head ended the generation")
+            self._generation.decide(FinishReason.ERROR, error=fault)
+        finally:
+            self._reservation.release()
+
+    async def _one_attempt(self, reservation: Reservation) -> Failure:
+        node = reservation.node
+        waited_from_s = self._context.loop.time()
+        try:
+            grant = await reservation.granted
+        finally:
+            self._generation.queued_s += self._context.loop.time() - waited_from_s
+        link = node.link
+        if grant is Grant.MOVED:
+            return Failure(FailureClass.REBALANCED, node.name)
+        if grant is Grant.EVICTED or link is None:
+            return Failure(FailureClass.EVICTED, node.name, node.state_detail)
+        session = self._generation.session
+        binding = session.bind(node, self._fleet.next_epoch)
+        self._generation.attempts += 1
+        attempt = Attempt(self._context, self._generation, reservation, binding, link, self._announce)
+        failure = await attempt.run()
+        if failure.kind is FailureClass.LINK_LOST:
+            reservation.release()
+            return await self._verdict_on(failure, node, link, binding.life)
+        return failure
+
+    async def _verdict_on(self, failure: Failure, node: Node, link: NodeLink, life: int) -> Failure:
+        """A broken stream is a lost link only when the link itself goes; then a redial says what is left."""
+        settings = self._context.settings
+        if not await node.link_gone(link, settings.relink_s):
+            return replace(failure, kind=FailureClass.NODE_FAULT)
+        await node.relink_verdict()
+        return replace(failure, same_run_is_back=node.usable and node.life == life)
+
+    def _announce(self, attempt: Attempt) -> None:
+        """Tell the readers where the generation is now, unless it is where it was."""
+        generation, last = self._generation, self._last
+        self._last = attempt
+        if last is None:
+            generation.log.mark(Started(attempt.node.name, attempt.epoch))
+        elif (last.node.name, last.epoch) != (attempt.node.name, attempt.epoch):
+            moved = Moved(
+                from_node=last.node.name,
+                to_node=attempt.node.name,
+                cause=self._cause,
+                next_index=generation.log.received,
+                gap_s=self._context.loop.time() - last.last_sign_s,
+                epoch=attempt.epoch,
+            )
+            generation.log.mark(moved)
+            generation.trace.moved(moved)
+
+    async def _after(self, failure: Failure) -> None:
+        generation, node = self._generation, self._fleet.find(failure.node)
+        if node is not None:
+            self._tell_node(node, failure)
+        self._cause = failure.rule.cause
+        next_step = self._budget.after(failure, generation.log.received)
+        log.info(
+            "attempt_failed",
+            generation=generation.generation_id,
+            node=failure.node,
+            failure=failure.kind.value,
+            detail=failure.detail,
+            next_index=generation.log.received,
+        )
+        if isinstance(next_step, GiveUp):
+            generation.decide(FinishReason.ERROR, error=next_step.cause)
+            return
+        if next_step.where is Where.SAME_NODE and node is not None and node.usable:
+            generation.session.unbind()
+            try:
+                self._reservation = self._fleet.reserve_on(node, generation)
+            except QueueFullError:
+                pass  # then anywhere, as by placement
+            else:
+                generation.session.bind(node, self._fleet.next_epoch)
+                return
+        await self._place_again(failure, next_step)
+
+    def _tell_node(self, node: Node, failure: Failure) -> None:
+        if failure.rule.counts_against_node and failure.kind is not FailureClass.LINK_LOST:
+            node.count_failure(failure.kind)  # a lost link was counted once, by its keeper
+        if failure.kind is FailureClass.BUSY:
+            backoff_s = failure.retry_after_s or self._context.settings.busy_backoff_s
+            node.busy_until_s = self._context.loop.time() + backoff_s
+
+    async def _place_again(self, failure: Failure, step: TryAgain) -> None:
+        """The next place, waited for within `placement_wait_s`; ends the generation when there is none."""
+        generation, loop = self._generation, self._context.loop
+        give_up_s = loop.time() + self._context.settings.placement_wait_s
+        while True:
+            changed = self._fleet.changed()
+            try:
+                self._reservation = self._fleet.place(generation, self._demands(step))
+                return
+            except FleetError as error:
+                refusal = error
+            barred = self._budget.only_option_failed()
+            if barred is not None:
+                generation.decide(FinishReason.ERROR, error=barred)
+                return
+            if failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.detail == "full":
+                generation.decide(FinishReason.LENGTH)
+                return
+            waits = refusal.reason in (Reason.NO_ELIGIBLE_NODE, Reason.FLEET_SATURATED)
+            if not waits or loop.time() >= give_up_s:
+                generation.fail(refusal)
+                return
+            await self._something_changed(changed, give_up_s)
+
+    async def _something_changed(self, changed: asyncio.Future[None], give_up_s: float) -> None:
+        patience_s = min(self._context.settings.busy_backoff_s, give_up_s - self._context.loop.time())
+        await asyncio.wait({changed}, timeout=max(patience_s, 0.001))
+
+    def _demands(self, step: TryAgain) -> list[Demand]:
+        """What to ask of placement, the preferred first."""
+        wanted = replace(
+            self._fleet.demand_of(self._generation),
+            min_window_tokens=step.min_window_tokens,
+            avoid=step.never | step.prefer_not,
+        )
+        return [wanted, replace(wanted, avoid=step.never)] if step.prefer_not else [wanted]

@@ -1,0 +1,230 @@
+"""The fleet: the nodes by name and by model, and placement over them (design: Placement).
+
+A choice is a reservation and a binding, made in the same step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from fleet_service.domain.epochs import EpochCounter, choose_term
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.placement import (
+    Demand,
+    Verdict,
+    choose,
+    estimate_ms,
+    explain,
+    left_out,
+    make_policy,
+    rates_of,
+    refusal,
+    typical_rates,
+)
+from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.session import Session
+from fleet_service.runtime.settings import HeadSettings
+
+
+class Fleet:
+    """The nodes the head knows and the choice among them."""
+
+    def __init__(self, settings: HeadSettings, clock: Callable[[], float], term: int) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._epochs = EpochCounter(term)
+        self._policy = make_policy(settings.policy, settings.pool_high_pct)
+        self._nodes: dict[str, Node] = {}
+        self._by_model: dict[str, dict[str, Node]] = {}
+        self._models_of: dict[str, frozenset[str]] = {}
+        self._changed: asyncio.Future[None] | None = None
+
+    # Epochs
+
+    @property
+    def term(self) -> int:
+        return self._epochs.term
+
+    @property
+    def last_epoch(self) -> int:
+        return self._epochs.last
+
+    def next_epoch(self) -> int:
+        return self._epochs.next()
+
+    def raise_term_above(self, epoch: int, unix_s: int) -> None:
+        """A node has seen an epoch this head never issued: go on in a term above it."""
+        self._epochs = EpochCounter(choose_term(unix_s, [epoch, self._epochs.last]))
+
+    # Nodes
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """All nodes, in the order they were added."""
+        return list(self._nodes.values())
+
+    @property
+    def policy_name(self) -> str:
+        return self._policy.name
+
+    def find(self, ref: str) -> Node | None:
+        """The node of that name or address."""
+        node = self._nodes.get(ref)
+        if node is not None:
+            return node
+        return next((node for node in self._nodes.values() if node.address == ref), None)
+
+    def add(self, node: Node) -> None:
+        node.on_change = self._node_changed
+        self._nodes[node.name] = node
+        self._node_changed(node)
+
+    def rename(self, node: Node, name: str) -> None:
+        """A node's identity became known: it is its name from now on, its place in the order stays."""
+        if node.name == name:
+            return
+        self._unindex(node)
+        old = node.name
+        node.name = name
+        self._nodes = {name if key == old else key: each for key, each in self._nodes.items()}
+        self._index(node)
+
+    def remove(self, node: Node) -> None:
+        node.removed = True
+        del self._nodes[node.name]
+        self._unindex(node)
+        self._announce()
+
+    def serving(self, model: str) -> Sequence[Node]:
+        """The nodes known to serve a model, up or not."""
+        return list(self._by_model.get(model, {}).values())
+
+    @property
+    def models(self) -> Sequence[str]:
+        return sorted(self._by_model)
+
+    def changed(self) -> asyncio.Future[None]:
+        """Resolves at the next change of any node's state or models."""
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def _node_changed(self, node: Node) -> None:
+        if not node.removed and self._models_of.get(node.name) != frozenset(node.models):
+            self._unindex(node)
+            self._index(node)
+        self._announce()
+
+    def _announce(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _index(self, node: Node) -> None:
+        self._models_of[node.name] = frozenset(node.models)
+        for model in node.models:
+            self._by_model.setdefault(model, {})[node.name] = node
+
+    def _unindex(self, node: Node) -> None:
+        for model in self._models_of.pop(node.name, frozenset()):
+            self._by_model[model].pop(node.name, None)
+            if not self._by_model[model]:
+                del self._by_model[model]
+
+    # Placement
+
+    def choose(self, demand: Demand) -> Node:
+        """The node that takes `demand`. Raises FleetError as domain.placement.choose does."""
+        known = self.serving(demand.model)
+        limit = self._settings.queue_limit_per_node
+        chosen = choose(known, self.nodes, demand, self._policy, self._clock(), limit)
+        return self._nodes[chosen.name]
+
+    def bind(self, session: Session, demand: Demand) -> Node:
+        """Choose a node and bind the session to it, in one step."""
+        node = self.choose(demand)
+        session.pin_revision(node.models[demand.model].revision)
+        session.bind(node, self.next_epoch)
+        return node
+
+    def place(self, generation: Generation, demands: Sequence[Demand]) -> Reservation:
+        """Choose, bind and reserve in one step, by the first demand that can be met, or its FleetError."""
+        refused: FleetError | None = None
+        for demand in demands:
+            try:
+                node = self.bind(generation.session, demand)
+            except FleetError as error:
+                refused = refused or error
+                continue
+            generation.trace.placed(node.name, partial(self.explain, demand))
+            return self.reserve_on(node, generation)
+        raise refused or ValueError("no demand was given")
+
+    def reserve_on(self, node: Node, generation: Generation) -> Reservation:
+        """A reservation for the generation's next attempt. Raises QueueFullError."""
+        return node.reserve(generation.qos, self.demand_of(generation))
+
+    def demand_of(self, generation: Generation) -> Demand:
+        """What the generation's next attempt asks of a node."""
+        return Demand(
+            model=generation.session.spec.model,
+            model_revision=generation.session.spec.model_revision,
+            selector=generation.session.spec.node_selector,
+            prompt_tokens=generation.context_tokens + generation.log.received,
+            expected_output_tokens=generation.expected_output_tokens(),
+            state_dependent=True,
+        )
+
+    def session_demand(self, session: Session, *, tokens: int | None = None, grown: bool = True) -> Demand:
+        """What a session, with a context of `tokens` (its own length by default), asks of a node."""
+        spec = session.spec
+        return Demand(
+            model=spec.model,
+            model_revision=spec.model_revision,
+            selector=spec.node_selector,
+            prompt_tokens=len(session.context) if tokens is None else tokens,
+            expected_output_tokens=spec.expected_output_tokens or self._settings.expected_output_tokens,
+            state_dependent=grown,
+        )
+
+    def soonest_free(self, demand: Demand) -> tuple[Node, int] | None:
+        """Of the nodes that could take `demand` into a free lane now, the soonest done, and when, in ms."""
+        now_s, known = self._clock(), self.serving(demand.model)
+        typical = typical_rates(known)
+        free = [
+            (estimate_ms(node, demand, typical, now_s), node)
+            for node in known
+            if len(node.running) < node.lanes and not node.waiting and left_out(node, demand, now_s) is None
+        ]
+        if not free:
+            return None
+        eta_ms, node = min(free, key=lambda pair: pair[0])
+        return node, eta_ms
+
+    def left_here_ms(self, node: Node, demand: Demand, ahead: int) -> int:
+        """What is left until an attempt behind `ahead` others on `node` is done, its prefill left out."""
+        rates = rates_of(node, typical_rates(self.serving(demand.model)))
+        return (ahead + 1) * demand.expected_output_tokens * 1000 // rates.decode_tokens_per_s
+
+    def too_long(self, demand: Demand) -> FleetError | None:
+        """CONTEXT_TOO_LONG when no node known for the model, up or down, could hold `demand`; else None."""
+        found = self.refusal(demand)
+        return found if found.reason is Reason.CONTEXT_TOO_LONG else None
+
+    def refusal(self, demand: Demand) -> FleetError:
+        """The error for a demand that no node can take now."""
+        limit = self._settings.queue_limit_per_node
+        return refusal(self.serving(demand.model), self.nodes, demand, self._clock(), limit)
+
+    def explain(self, demand: Demand) -> list[Verdict]:
+        return explain(self.nodes, demand, self._policy, self._clock(), self._settings.queue_limit_per_node)
+
+    def unknown_node(self, ref: str) -> FleetError:
+        return FleetError(
+            Reason.NODE_NOT_FOUND,
+            f"no node {ref}; ListNodes shows their names and addresses",
+            metadata={"node": ref},
+            resource=("fleet.v1.Node", f"nodes/{ref}"),
+        )

@@ -1,0 +1,213 @@
+"""One generation: its log, its readers, its deadline and the one decision that ends it.
+
+Who drives it through nodes is driver.py; who reads it is tokenlog.Reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.events import Accepted, ErrorCause, Finished, FinishReason, Timings
+from fleet_service.domain.output_rules import OutputEnd, OutputRules
+from fleet_service.domain.specs import GenerationSpec, OnDisconnect, Qos, Sampling
+from fleet_service.runtime.observer import GenerationTrace
+from fleet_service.runtime.session import Session
+from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.tokenlog import Reader, TokenLog
+
+# How long an accepted generation under CANCEL waits for its first reader.
+FIRST_READER_S = 10.0
+
+
+class Generation:
+    """A generation from acceptance to its terminal event, and for a while after.
+
+    `on_decided` is called once, in the step that decides.
+    """
+
+    def __init__(
+        self,
+        generation_id: str,
+        session: Session,
+        spec: GenerationSpec,
+        settings: HeadSettings,
+        *,
+        sampling: Sampling,
+        rules: OutputRules,
+        trace: GenerationTrace,
+        on_decided: Callable[[Generation], None],
+    ) -> None:
+        self.generation_id = generation_id
+        self.session = session
+        self.session_id = session.session_id
+        self.spec = spec
+        self.sampling = sampling
+        self.rules = rules
+        self.trace = trace
+        self.log = TokenLog(Accepted(generation_id, session.session_id))
+        self.context_tokens = len(session.context)
+        loop = asyncio.get_running_loop()
+        self.accepted_s = loop.time()
+        wall_s = settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s
+        self.deadline_s = self.accepted_s + wall_s
+        self.attempts = 0
+        self.queued_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self._loop = loop
+        self._settings = settings
+        self._on_decided = on_decided
+        self._readers: set[Reader] = set()
+        self._first_token_s: float | None = None
+        self._last_token_s = 0.0
+        self._longest_gap_s = 0.0
+        self._wall_timer = loop.call_at(self.deadline_s, self._out_of_time)
+        self._nobody_timer: asyncio.TimerHandle | None = None
+        self._nobody_reads(first=True)
+
+    @property
+    def finished(self) -> Finished | None:
+        return self.log.finished
+
+    @property
+    def qos(self) -> Qos:
+        return self.spec.qos or self.session.spec.qos
+
+    def expected_output_tokens(self) -> int:
+        """What remains to be expected, for placement; never more than may still come."""
+        wanted = (
+            self.spec.expected_output_tokens
+            or self.session.spec.expected_output_tokens
+            or self._settings.expected_output_tokens
+        )
+        return max(1, min(wanted - self.log.received, self.rules.remaining))
+
+    # Output
+
+    def deliver(self, token_ids: Sequence[int], now_s: float) -> None:
+        """Add the next tokens; decides the generation when they end it. Nothing after the decision."""
+        if self.finished is not None:
+            return
+        taken, end = self.rules.accept(token_ids)
+        if taken:
+            if self._first_token_s is None:
+                self._first_token_s = now_s
+                self.trace.first_token()
+            elif now_s - self._last_token_s > self._longest_gap_s:
+                self._longest_gap_s = now_s - self._last_token_s
+            self._last_token_s = now_s
+            self.log.append(token_ids if taken == len(token_ids) else token_ids[:taken])
+        if end is not None:
+            self.decide_end(end)
+
+    def decide_end(self, end: OutputEnd) -> None:
+        self.decide(end.reason, stop_index=end.stop_index)
+
+    def decide(
+        self, reason: FinishReason, *, stop_index: int | None = None, error: ErrorCause | None = None
+    ) -> bool:
+        """End the generation. The first decision wins; False when there was one already."""
+        if self.finished is not None:
+            return False
+        self._wall_timer.cancel()
+        self._somebody_reads()
+        finished = Finished(
+            reason=reason,
+            context_tokens=self.context_tokens,
+            output_tokens=self.log.received,
+            attempts=self.attempts,
+            timings=self._timings(),
+            stop_index=stop_index,
+            error=error,
+        )
+        self._on_decided_first(finished)
+        return True
+
+    def _on_decided_first(self, finished: Finished) -> None:
+        task = self.task
+        if task is not None and task is not _current_task(self._loop):
+            task.cancel()
+        self.log.finish(finished)
+        self.trace.finished(finished)
+        self._on_decided(self)
+
+    def cancel(self) -> bool:
+        """The caller's cancel; False when the generation had ended."""
+        return self.decide(FinishReason.CANCELLED)
+
+    def fail(self, error: FleetError) -> None:
+        """End with ERROR and a refusal as its cause."""
+        cause = ErrorCause(
+            error.reason, error.message, {**error.metadata, "nextIndex": str(self.log.received)}
+        )
+        self.decide(FinishReason.ERROR, error=cause)
+
+    def remaining_wall_s(self) -> float:
+        return max(0.0, self.deadline_s - self._loop.time())
+
+    def _out_of_time(self) -> None:
+        self.decide(FinishReason.WALL_CLOCK)
+
+    def _timings(self) -> Timings:
+        first = self._first_token_s
+        return Timings(
+            queued_s=self.queued_s,
+            first_token_s=None if first is None else first - self.accepted_s,
+            total_s=self._loop.time() - self.accepted_s,
+            longest_gap_s=self._longest_gap_s,
+        )
+
+    # Readers
+
+    def attach(self, from_index: int = 0) -> Reader:
+        """A reader from `from_index` on. Raises FleetError INDEX_OUT_OF_RANGE or LIMIT_EXCEEDED."""
+        if from_index > self.log.visible:
+            raise FleetError(
+                Reason.INDEX_OUT_OF_RANGE,
+                f"generation {self.generation_id} has {self.log.visible} tokens; attach there or below",
+                metadata={"fromIndex": str(from_index), "tokens": str(self.log.visible)},
+            )
+        limit = self._settings.max_readers_per_generation
+        if len(self._readers) >= limit:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                f"generation {self.generation_id} has {limit} readers, the most it may have",
+                metadata={"limit": "max_readers_per_generation", "value": str(limit)},
+                retry_after_s=1.0,
+            )
+        reader = Reader(self.log, from_index, self._reader_gone)
+        self._readers.add(reader)
+        self._somebody_reads()
+        return reader
+
+    def _reader_gone(self, reader: Reader) -> None:
+        self._readers.discard(reader)
+        if not self._readers and self.finished is None:
+            self._nobody_reads(first=False)
+
+    def _somebody_reads(self) -> None:
+        if self._nobody_timer is not None:
+            self._nobody_timer.cancel()
+            self._nobody_timer = None
+
+    def _nobody_reads(self, *, first: bool) -> None:
+        spec, settings = self.spec, self._settings
+        if spec.on_disconnect is OnDisconnect.CONTINUE:
+            patience_s = _given(spec.orphan_timeout_s, settings.default_orphan_timeout_s)
+        else:
+            patience_s = _given(spec.disconnect_grace_s, settings.default_disconnect_grace_s)
+            if first:
+                patience_s = max(patience_s, FIRST_READER_S)
+        if patience_s <= 0:
+            self.cancel()
+        else:
+            self._nobody_timer = self._loop.call_later(patience_s, self.cancel)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _current_task(loop: asyncio.AbstractEventLoop) -> asyncio.Task[object] | None:
+    return asyncio.current_task(loop)

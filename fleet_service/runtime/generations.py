@@ -1,0 +1,283 @@
+"""The generations: accepted, found, cancelled (also before they are asked for), kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from fleet_service.domain.errors import FleetError, Reason, invalid
+from fleet_service.domain.events import FinishReason
+from fleet_service.domain.node_types import ModelInfo
+from fleet_service.domain.output_rules import OutputRules
+from fleet_service.domain.placement import window_tokens
+from fleet_service.domain.session_table import SessionOp, apply
+from fleet_service.domain.specs import GenerationSpec, SessionSpec
+from fleet_service.runtime.attempt import AttemptContext
+from fleet_service.runtime.driver import Driver
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.ids import Ids
+from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.observer import FleetObserver, GenerationInfo
+from fleet_service.runtime.session import Session
+from fleet_service.runtime.sessions import Sessions
+from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.views import CancelOutcome, CancelResult
+
+
+class Generations:
+    """All generations of the head, running and lately finished."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        fleet: Fleet,
+        settings: HeadSettings,
+        ids: Ids,
+        context: AttemptContext,
+        observer: FleetObserver,
+    ) -> None:
+        self._sessions = sessions
+        self._fleet = fleet
+        self._settings = settings
+        self._ids = ids
+        self._context = context
+        self._observer = observer
+        self._loop = context.loop
+        self._by_id: dict[str, Generation] = {}
+        self._running: dict[str, Generation] = {}
+        self._finished: deque[tuple[float, str]] = deque()
+        self._held_cancels: OrderedDict[str, float] = OrderedDict()
+
+    @property
+    def running(self) -> Sequence[Generation]:
+        return list(self._running.values())
+
+    # Starting
+
+    async def start(
+        self, session_id: str, generation_id: str, spec: GenerationSpec, parent: object | None
+    ) -> Generation:
+        """A generation of a session. Raises FleetError when it cannot be taken; then nothing has changed."""
+        await self._sessions.get(session_id).settle()
+        session = self._sessions.get(session_id)
+        apply(session.state, SessionOp.GENERATE, session_id=session_id)
+        return self._start(session, generation_id, spec, parent)
+
+    async def complete(
+        self,
+        session_spec: SessionSpec,
+        token_ids: Sequence[int],
+        spec: GenerationSpec,
+        generation_id: str,
+        parent: object | None,
+    ) -> Generation:
+        """A session for one answer: made, used and finished."""
+        session = self._sessions.draft("", session_spec, token_ids)
+        session.ephemeral = True
+        generation = self._start(session, generation_id, spec, parent)
+        if generation.finished is None:
+            self._sessions.keep(session)
+        return generation
+
+    def _start(
+        self, session: Session, generation_id: str, spec: GenerationSpec, parent: object | None
+    ) -> Generation:
+        self._check_limits(generation_id)
+        self._check_spec(spec)
+        held = self._take_held_cancel(generation_id)
+        node = None if held else self._place(session)
+        model = node.models.get(session.spec.model) if node is not None else None
+        generation = self._make(generation_id or self._ids.generation(), session, spec, model, node, parent)
+        self._by_id[generation.generation_id] = generation
+        self._running[generation.generation_id] = generation
+        session.generation_id = generation.generation_id
+        end = generation.rules.end_now()
+        if held:
+            generation.cancel()
+        elif end is not None:
+            generation.decide_end(end)
+        elif node is not None:
+            self._drive(generation, self._fleet.reserve_on(node, generation))
+        if not session.ephemeral:
+            self._sessions.touch(session)
+        return generation
+
+    def _drive(self, generation: Generation, reservation: Reservation) -> None:
+        driver = Driver(generation, reservation, self._fleet, self._context)
+        generation.task = self._loop.create_task(driver.run(), name=f"drive {generation.generation_id}")
+        generation.session.winding_down = generation.task
+
+    def _place(self, session: Session) -> Node:
+        """The node of the first attempt: the session's own while it can take it, else by placement."""
+        binding = session.binding
+        if binding is not None and binding.usable and not binding.node.cordoned:
+            window = window_tokens(binding.node, session.spec.model)
+            full = binding.node.waiting >= self._settings.queue_limit_per_node
+            if not full and (not window or len(session.context) <= window):
+                return binding.node
+        grown = not session.ephemeral
+        return self._fleet.bind(session, self._fleet.session_demand(session, grown=grown))
+
+    def _make(
+        self,
+        generation_id: str,
+        session: Session,
+        spec: GenerationSpec,
+        model: ModelInfo | None,
+        node: Node | None,
+        parent: object | None,
+    ) -> Generation:
+        limit = self._settings.default_max_new_tokens if spec.max_new_tokens is None else spec.max_new_tokens
+        window = window_tokens(node, session.spec.model) if node is not None else 0
+        if window:
+            # Fixed here, so that a failover to a wider node changes nothing about where the output ends.
+            limit = min(limit, max(0, window - len(session.context)))
+        info = GenerationInfo(
+            generation_id=generation_id,
+            session_id=session.session_id,
+            model=session.spec.model,
+            qos=spec.qos or session.spec.qos,
+            context_tokens=len(session.context),
+            max_new_tokens=limit,
+            max_wall_s=self._settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s,
+        )
+        trace = self._observer.generation_started(info, parent)
+        if node is not None:
+            demand = self._fleet.session_demand(session)
+            trace.placed(node.name, lambda: self._fleet.explain(demand))
+        return Generation(
+            generation_id,
+            session,
+            spec,
+            self._settings,
+            sampling=spec.sampling.over(session.sampling, self._ids.seed()),
+            rules=OutputRules(model.eos_token_ids if model else frozenset(), spec.stop, limit),
+            trace=trace,
+            on_decided=self._decided,
+        )
+
+    def _check_limits(self, generation_id: str) -> None:
+        if generation_id in self._by_id:
+            raise FleetError(
+                Reason.GENERATION_ALREADY_EXISTS,
+                f"generation {generation_id} is there already; attach to it, or choose another id",
+                metadata={"generationId": generation_id},
+                resource=_resource(generation_id),
+            )
+        limit = self._settings.max_generations
+        if len(self._running) >= limit:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                f"{limit} generations are running, the most the head takes; retry later",
+                metadata={"limit": "max_generations", "value": str(limit)},
+                retry_after_s=1.0,
+            )
+
+    def _check_spec(self, spec: GenerationSpec) -> None:
+        settings = self._settings
+        if (spec.max_new_tokens or 0) > settings.max_new_tokens_limit:
+            raise invalid("spec.max_new_tokens", f"must be at most {settings.max_new_tokens_limit}")
+        if (spec.max_wall_s or 0) > settings.max_wall_s:
+            raise invalid("spec.max_wall_ms", f"must be at most {round(settings.max_wall_s * 1000)}")
+
+    # Their end
+
+    def _decided(self, generation: Generation) -> None:
+        """In the step that decides: the session is free again, its context extended where asked for."""
+        session = generation.session
+        session.generation_id = ""
+        if generation.spec.extend_context and not session.finished:
+            self._sessions.extend_context(session, generation.log.slice(0))
+        self._running.pop(generation.generation_id, None)
+        self._finished.append((self._loop.time() + self._settings.finished_kept_s, generation.generation_id))
+        while len(self._finished) > self._settings.max_generations:
+            self._by_id.pop(self._finished.popleft()[1], None)
+        if session.ephemeral:
+            self._after_winding_down(session, lambda: self._sessions.remove(session))
+        elif not session.finished:
+            self._sessions.touch(session)
+
+    @staticmethod
+    def _after_winding_down(session: Session, then: Callable[[], object]) -> None:
+        task = session.winding_down
+        if task is None or task.done():
+            then()
+        else:
+            task.add_done_callback(lambda _task: then())
+
+    def forget_old(self, now_s: float) -> None:
+        """Drop what was finished long enough ago, and cancels nobody came for; O(what is dropped)."""
+        while self._finished and self._finished[0][0] <= now_s:
+            self._by_id.pop(self._finished.popleft()[1], None)
+        while self._held_cancels:
+            generation_id, until_s = next(iter(self._held_cancels.items()))
+            if until_s > now_s:
+                return
+            del self._held_cancels[generation_id]
+
+    # Finding and cancelling
+
+    def find(self, generation_id: str) -> Generation:
+        """Raises GENERATION_NOT_FOUND."""
+        generation = self._by_id.get(generation_id)
+        if generation is None:
+            raise FleetError(
+                Reason.GENERATION_NOT_FOUND,
+                f"no generation {generation_id}: it was never made, or ended too long ago to be kept",
+                metadata={"generationId": generation_id},
+                resource=_resource(generation_id),
+            )
+        return generation
+
+    def cancel(self, generation_id: str) -> CancelResult:
+        """End a generation; one not asked for yet is cancelled when it comes within `cancel_held_s`.
+
+        Raises GENERATION_NOT_FOUND for an id of the head's own making that it does not know.
+        """
+        if generation_id not in self._by_id and not self._ids.is_own(generation_id):
+            return self._hold_cancel(generation_id)
+        generation = self.find(generation_id)
+        generation.cancel()
+        finished = generation.finished
+        cancelled = finished is not None and finished.reason is FinishReason.CANCELLED
+        outcome = CancelOutcome.CANCELLED if cancelled else CancelOutcome.ALREADY_FINISHED
+        return CancelResult(outcome, finished)
+
+    def cancel_session(self, session: Session) -> None:
+        """End what the session runs."""
+        generation = self._running.get(session.generation_id)
+        if generation is not None:
+            generation.cancel()
+
+    def _hold_cancel(self, generation_id: str) -> CancelResult:
+        self.forget_old(self._loop.time())
+        if len(self._held_cancels) >= self._settings.max_held_cancels:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                "too many cancels are held for generations that were not asked for yet",
+                metadata={"limit": "max_held_cancels", "value": str(self._settings.max_held_cancels)},
+                retry_after_s=1.0,
+            )
+        self._held_cancels[generation_id] = self._loop.time() + self._settings.cancel_held_s
+        self._held_cancels.move_to_end(generation_id)
+        return CancelResult(CancelOutcome.HELD, None)
+
+    def _take_held_cancel(self, generation_id: str) -> bool:
+        until_s = self._held_cancels.pop(generation_id, None)
+        return until_s is not None and until_s > self._loop.time()
+
+    async def let_go(self, grace_s: float) -> None:
+        """Wait at most `grace_s` for what runs to end; cancel what is left and wait until it has let go."""
+        tasks = {generation.task for generation in self.running if generation.task is not None}
+        if tasks and grace_s > 0:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for generation in self.running:
+            generation.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _resource(generation_id: str) -> tuple[str, str]:
+    return ("fleet.v1.Generation", f"generations/{generation_id}")

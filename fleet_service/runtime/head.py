@@ -1,0 +1,227 @@
+"""The head: its parts put together, and the operations that the edge calls.
+
+Every operation either does what it says or raises FleetError and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.session_table import SessionState
+from fleet_service.domain.specs import GenerationSpec, SessionSpec
+from fleet_service.runtime.attempt import AttemptContext
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.generations import Generations
+from fleet_service.runtime.ids import Ids
+from fleet_service.runtime.ledger import RequestLedger
+from fleet_service.runtime.nodes import Nodes
+from fleet_service.runtime.observer import FleetObserver, NullObserver
+from fleet_service.runtime.operators import Operators
+from fleet_service.runtime.protocols import Dialer
+from fleet_service.runtime.sessions import Sessions
+from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.tender import Tender
+from fleet_service.runtime.views import CancelResult, ModelSummary, RequestKey, SessionView
+
+log = structlog.get_logger(__name__)
+
+
+class Head:
+    """One head. Make it inside the event loop it runs on; `wall_clock` gives unix seconds."""
+
+    def __init__(
+        self,
+        settings: HeadSettings,
+        *,
+        dialer: Dialer,
+        rng: random.Random,
+        wall_clock: Callable[[], float],
+        observer: FleetObserver | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        ids = Ids(rng)
+        self._settings = settings
+        self._background: set[asyncio.Task[None]] = set()
+        self._tender_task: asyncio.Task[None] | None = None
+        self._draining = False
+        self.fleet = Fleet(settings, loop.time, term=int(wall_clock()))
+        self.nodes = Nodes(self.fleet, dialer, settings, rng, loop.time, wall_clock)
+        self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock)
+        context = AttemptContext(
+            settings=settings, loop=loop, own_term=lambda: self.fleet.term, violated=self.nodes.violated
+        )
+        self.generations = Generations(
+            self.sessions, self.fleet, settings, ids, context, observer or NullObserver()
+        )
+        self.operators = Operators(self.fleet, self.nodes, self.sessions, settings, loop.time, wall_clock)
+        self._ledger = RequestLedger(loop.time, settings.request_id_kept_s, settings.max_request_ids)
+        self.tender = Tender(
+            self.fleet,
+            self.sessions,
+            self.generations,
+            self._ledger,
+            settings,
+            loop.time,
+            self.nodes.keeper_of,
+            self._spawn,
+        )
+
+    # Life
+
+    async def start(self, addresses: Sequence[str]) -> None:
+        """Take in the nodes at `addresses` and wait, briefly, for each one's first answer."""
+        nodes = [self.nodes.add(address) for address in addresses]
+        self._tender_task = asyncio.get_running_loop().create_task(self.tender.run(), name="tender")
+        await self.nodes.first_try(*nodes)
+
+    def drain(self) -> None:
+        """Take no more new work; what runs goes on."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain, let generations end within `grace_s`, cancel the others, and let go of the nodes."""
+        self.drain()
+        await self.generations.let_go(grace_s)
+        await self.nodes.stop()
+        tasks = list(self._background)
+        if self._tender_task is not None:
+            tasks.append(self._tender_task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def ready(self) -> bool:
+        """At least one node can be used."""
+        return any(node.usable for node in self.fleet.nodes)
+
+    @property
+    def books_balance(self) -> bool:
+        """Every node's reservations equal its queued and running attempts, now."""
+        return all(node.books_balance for node in self.fleet.nodes)
+
+    # Sessions
+
+    async def create_session(
+        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None
+    ) -> SessionView:
+        """A new session, bound to a node; `session_id` "" = the head makes one."""
+        self._open_for_work()
+
+        async def make() -> SessionView:
+            return self.sessions.create(session_id, spec, token_ids).view()
+
+        return await self._ledger.once(key, make)
+
+    def get_session(self, session_id: str) -> SessionView:
+        return self.sessions.get(session_id).view()
+
+    def context_of(self, session_id: str) -> Sequence[int]:
+        return self.sessions.get(session_id).context.token_ids()
+
+    def list_sessions(
+        self, page_size: int, page_token: str, state: SessionState | None, node: str
+    ) -> tuple[list[SessionView], str]:
+        return self.sessions.page(page_size, page_token, state, node)
+
+    async def append_tokens(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        expected_length: int | None,
+        truncate_to: int | None,
+        key: RequestKey | None,
+    ) -> SessionView:
+        async def make() -> SessionView:
+            return await self.sessions.append(session_id, token_ids, expected_length, truncate_to)
+
+        return await self._ledger.once(key, make)
+
+    async def park_session(self, session_id: str) -> SessionView:
+        return await self.sessions.park(session_id)
+
+    async def resume_session(self, session_id: str) -> SessionView:
+        self._open_for_work()
+        return await self.sessions.resume(session_id)
+
+    async def finish_session(self, session_id: str) -> SessionView:
+        """End a session; what it runs ends as CANCELLED."""
+        session = self.sessions.get(session_id)
+        view = self.sessions.remove(session)
+        self.generations.cancel_session(session)
+        await session.settle()
+        return view
+
+    # Generations
+
+    async def generate(
+        self,
+        session_id: str,
+        generation_id: str,
+        spec: GenerationSpec,
+        key: RequestKey | None,
+        trace: object | None = None,
+    ) -> Generation:
+        """Start a generation; `generation_id` "" = the head makes one. `trace` goes to the observer."""
+
+        async def make() -> str:
+            self._open_for_work()
+            return (await self.generations.start(session_id, generation_id, spec, trace)).generation_id
+
+        return await self._once(key, make)
+
+    async def complete(
+        self,
+        spec: SessionSpec,
+        token_ids: Sequence[int],
+        generation_spec: GenerationSpec,
+        generation_id: str,
+        key: RequestKey | None,
+        trace: object | None = None,
+    ) -> Generation:
+        """A session for one answer."""
+
+        async def make() -> str:
+            self._open_for_work()
+            generation = await self.generations.complete(
+                spec, token_ids, generation_spec, generation_id, trace
+            )
+            return generation.generation_id
+
+        return await self._once(key, make)
+
+    def list_models(self) -> list[ModelSummary]:
+        return self.operators.list_models()
+
+    def find_generation(self, generation_id: str) -> Generation:
+        return self.generations.find(generation_id)
+
+    async def cancel_generation(self, generation_id: str) -> CancelResult:
+        return self.generations.cancel(generation_id)
+
+    async def _once(self, key: RequestKey | None, make: Callable[[], Coroutine[Any, Any, str]]) -> Generation:
+        return self.generations.find(await self._ledger.once(key, make))
+
+    def _open_for_work(self) -> None:
+        if self._draining:
+            raise FleetError(
+                Reason.HEAD_DRAINING,
+                "the head is shutting down; retry, elsewhere if you can",
+                retry_after_s=1.0,
+            )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,210 @@
+"""Keeps one node connected: dials, listens, redials at once when the link breaks, then for ever.
+
+Also its courier: the revokes that are owed go out here. One keeper task and one courier task per node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
+
+from fleet_service.domain.commands import Introduction, RefusalCode, Revoke
+from fleet_service.domain.failures import FailureClass
+from fleet_service.domain.node_types import ModelInfo, NodeHello, NodeState, Report
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.protocols import Dialer, HandshakeRefusedError, LinkError, LinkLostError, NodeLink
+from fleet_service.runtime.settings import HeadSettings
+
+log = structlog.get_logger(__name__)
+
+COURIER_BATCH = 16
+_SETTLED_BY = frozenset({RefusalCode.STALE_EPOCH, RefusalCode.UNKNOWN_SESSION})
+
+
+class _Listener:
+    """A link's listener for as long as the link is the node's current one."""
+
+    def __init__(self, node: Node, lost: asyncio.Future[LinkError]) -> None:
+        self._node = node
+        self._lost = lost
+
+    def on_sign(self) -> None:
+        if not self._lost.done():
+            self._node.sign_of_life()
+
+    def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
+        if not self._lost.done():
+            self._node.sign_of_life()
+            self._node.take_report(report, models)
+
+    def on_lost(self, error: LinkError) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+
+class NodeKeeper:
+    """The life of one node's connection.
+
+    `introduce` gives the head's introduction; `admit` may refuse a hello with a text (an identity in use),
+    and learns of every accepted one.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        dialer: Dialer,
+        settings: HeadSettings,
+        rng: random.Random,
+        introduce: Callable[[], Introduction],
+        admit: Callable[[Node, NodeHello], str | None],
+    ) -> None:
+        self._node = node
+        self._dialer = dialer
+        self._settings = settings
+        self._rng = rng
+        self._introduce = introduce
+        self._admit = admit
+        self._lost: asyncio.Future[LinkError] | None = None
+        self.first_try = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled: connect, watch, reconnect."""
+        node = self._node
+        try:
+            lost = await self._connect_for_ever()
+            while True:
+                error = await lost
+                await self._fell(error)
+                again = await self._relink()
+                if again is None:
+                    node.set_state(NodeState.DOWN, str(error))
+                    node.relink_decided()
+                    again = await self._connect_for_ever()
+                lost = again
+        finally:
+            link = node.unlinked()
+            node.relink_decided()
+            if link is not None:
+                await link.close()
+
+    def drop_link(self, why: str) -> None:
+        """Close the link as broken, e.g. after the node violated the protocol; it is redialed."""
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(LinkLostError(why))
+
+    async def _fell(self, error: LinkError) -> None:
+        node = self._node
+        link = node.unlinked()
+        node.count_failure(FailureClass.LINK_LOST)
+        node.set_state(NodeState.SUSPECT, f"link lost, redialing: {error}")
+        node.fail_running(FailureClass.LINK_LOST, str(error))
+        log.info("node_link_lost", node=node.name, error=str(error))
+        if link is not None:
+            await link.close()
+
+    async def _relink(self) -> asyncio.Future[LinkError] | None:
+        """One redial at once; None when the node, of whatever incarnation, is not there again."""
+        try:
+            async with asyncio.timeout(self._settings.relink_s):
+                return await self._connect()
+        except (LinkError, TimeoutError):
+            return None
+
+    async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
+        def remember(state: RetryCallState) -> None:
+            why = str(state.outcome.exception()) if state.outcome else ""
+            if self._node.state is not NodeState.DOWN or self._node.state_detail != why:
+                self._node.set_state(NodeState.DOWN, why)
+                log.warning("node_down", node=self._node.name, why=why)
+            self.first_try.set()
+
+        retrying = AsyncRetrying(
+            sleep=asyncio.sleep,
+            wait=self._jittered,
+            retry=retry_if_exception_type(LinkError),
+            after=remember,
+        )
+        return await retrying(self._connect)
+
+    def _jittered(self, state: RetryCallState) -> float:
+        """Full-range jitter under a doubling cap: redial_min_s growing to redial_max_s."""
+        cap = min(
+            self._settings.redial_max_s, self._settings.redial_min_s * 2 ** min(state.attempt_number, 16)
+        )
+        return self._rng.uniform(self._settings.redial_min_s, cap)
+
+    async def _connect(self) -> asyncio.Future[LinkError]:
+        """A connection that the head has accepted; resolves when it is lost."""
+        node = self._node
+        lost: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+        link = await self._dialer.connect(node.address, self._introduce(), _Listener(node, lost))
+        refused = self._admit(node, link.hello)
+        if refused is not None:
+            await link.close()
+            raise HandshakeRefusedError(refused)
+        self._lost = lost
+        self._came_up(link)
+        self.first_try.set()
+        return lost
+
+    def _came_up(self, link: NodeLink) -> None:
+        node, hello = self._node, link.hello
+        again = node.hello is not None and node.hello.incarnation == hello.incarnation
+        if not again:
+            node.new_life()
+            node.report = None
+        node.hello = hello
+        node.linked(link)
+        node.ever_heard = True
+        node.models = {model.name: model for model in hello.models}
+        node.sign_of_life()
+        node.take_report(hello.report, hello.models)
+        node.set_state(NodeState.UP, "")
+        node.relink_decided()
+        node.outbox_wake.set()
+        log.info("node_up", node=node.name, address=node.address, incarnation=hello.incarnation, again=again)
+
+    async def deliver_revokes(self) -> None:
+        """Until cancelled: send what the outbox holds, whenever there is something and a link."""
+        node = self._node
+        while True:
+            await node.outbox_wake.wait()
+            node.outbox_wake.clear()
+            while node.outbox and (link := node.link) is not None:
+                batch = [Revoke(s, e) for s, e in list(node.outbox.items())[:COURIER_BATCH]]
+                results = await asyncio.gather(*(self._deliver(link, revoke) for revoke in batch))
+                if not all(results):
+                    break  # kept; the tender wakes the courier again
+
+    async def _deliver(self, link: NodeLink, revoke: Revoke) -> bool:
+        try:
+            refusal = await link.revoke(revoke)
+        except LinkError as error:
+            log.info("revoke_unanswered", node=self._node.name, session=revoke.session_id, error=str(error))
+            return False
+        if refusal is None or refusal.code in _SETTLED_BY:
+            self._node.settle_revoke(revoke)
+            return True
+        log.warning(
+            "revoke_refused", node=self._node.name, session=revoke.session_id, code=refusal.code.value
+        )
+        return False
+
+    async def renew_lease(self) -> None:
+        """Renew the head's lease; one that had run out ends what was bound here."""
+        node, link = self._node, self._node.link
+        if link is None:
+            return
+        asked_at = asyncio.get_running_loop().time()
+        try:
+            renewed = await link.renew_lease(self._settings.lease_s)
+        except LinkError as error:
+            log.info("lease_not_renewed", node=node.name, error=str(error))
+            return
+        node.lease_renewed_s = asked_at
+        if not renewed:
+            node.new_life()

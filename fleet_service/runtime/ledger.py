@@ -1,0 +1,77 @@
+"""Idempotency: the same request_id gets the first answer again (design: The contract, request_id)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.runtime.views import RequestKey
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Entry:
+    fingerprint: bytes
+    answer: asyncio.Task[Any]
+    expires_s: float
+
+
+class RequestLedger:
+    """Remembers answers by request id for `kept_s`, at most `limit` of them, the oldest going first.
+
+    Only answers are kept: a request that was refused may be tried again under its id.
+    """
+
+    def __init__(self, clock: Callable[[], float], kept_s: float, limit: int) -> None:
+        self._clock = clock
+        self._kept_s = kept_s
+        self._limit = limit
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def once(self, key: RequestKey | None, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """`make`'s result, or that of the same request before. Raises REQUEST_ID_REUSED for another body.
+
+        A caller that goes away while `make` runs does not undo it: the next one gets its answer.
+        """
+        if key is None:
+            return await make()
+        self.expire()
+        entry = self._entries.get(key.request_id)
+        if entry is None:
+            entry = _Entry(
+                key.fingerprint, asyncio.get_running_loop().create_task(make()), self._clock() + self._kept_s
+            )
+            self._entries[key.request_id] = entry
+            entry.answer.add_done_callback(lambda task: self._answered(key.request_id, task))
+            while len(self._entries) > self._limit:
+                self._entries.popitem(last=False)
+        elif entry.fingerprint != key.fingerprint:
+            raise FleetError(
+                Reason.REQUEST_ID_REUSED,
+                f"request_id {key.request_id} was used for another request; use a new one for a new request",
+                metadata={"requestId": key.request_id},
+            )
+        return cast("T", await asyncio.shield(cast("Awaitable[T]", entry.answer)))
+
+    def expire(self) -> None:
+        """Forget what is old enough; O(what is forgotten)."""
+        now_s = self._clock()
+        while self._entries:
+            oldest = next(iter(self._entries.values()))
+            if oldest.expires_s > now_s:
+                return
+            self._entries.popitem(last=False)
+
+    def _answered(self, request_id: str, task: asyncio.Task[Any]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            entry = self._entries.get(request_id)
+            if entry is not None and entry.answer is task:
+                del self._entries[request_id]

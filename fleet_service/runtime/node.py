@@ -1,0 +1,264 @@
+"""A node as the head sees it: state, lanes and what waits for them, reservations, and what is owed to it.
+
+Everything here is synchronous bookkeeping; keeper.py does the talking. A Node is a placement Candidate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from fleet_service.domain.commands import Revoke
+from fleet_service.domain.failures import FailureClass
+from fleet_service.domain.lane_queue import LaneQueue, Ticket
+from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
+from fleet_service.domain.placement import Demand, is_hot
+from fleet_service.domain.specs import Qos
+from fleet_service.runtime.protocols import NodeLink
+from fleet_service.runtime.settings import HeadSettings
+
+
+class Grant(Enum):
+    """What became of waiting for a lane."""
+
+    LANE = "lane"
+    EVICTED = "evicted"  # the node cannot be used any more
+    MOVED = "moved"  # another node is to be free much sooner
+
+
+class Reservation:
+    """The head's own count of one attempt it put on a node: queued, then running, until release().
+
+    Taken in the same step as the choice of the node; `granted` resolves when a lane is free, or when the
+    attempt must look elsewhere.
+    """
+
+    __slots__ = ("demand", "granted", "node", "on_lost", "released", "ticket")
+
+    def __init__(self, node: Node, demand: Demand, granted: asyncio.Future[Grant]) -> None:
+        self.node = node
+        self.demand = demand
+        self.granted = granted
+        self.ticket: Ticket | None = None
+        self.on_lost: Callable[[FailureClass, str], None] | None = None
+        self.released = False
+
+    def release(self) -> None:
+        """Give the place back, on every way out. Idempotent."""
+        if not self.released:
+            self.released = True
+            self.node.forget(self)
+
+
+class Node:
+    """One node. Attributes named in placement.Candidate are read by placement as they are."""
+
+    def __init__(self, address: str, settings: HeadSettings, clock: Callable[[], float]) -> None:
+        self.address = address
+        self.name = address
+        self._settings = settings
+        self._clock = clock
+        self.state = NodeState.CONNECTING
+        self.state_detail = ""
+        self.cordoned = False
+        self.cordon_note = ""
+        self.removed = False
+        self.hello: NodeHello | None = None
+        self.link: NodeLink | None = None
+        self.models: dict[str, ModelInfo] = {}
+        self.report: Report | None = None
+        self.report_at_s: float | None = None
+        self.was_hot = False
+        self.last_sign_s = clock()
+        self.ever_heard = False
+        self.busy_until_s = 0.0
+        # Sessions are bound to a life of the node; a new incarnation, or a lease run out, starts another.
+        self.life = 0
+        self.sessions = 0
+        self.lease_renewed_s = clock()
+        self.running: set[Reservation] = set()
+        self.queue: LaneQueue[Reservation] = LaneQueue(settings.queue_limit_per_node)
+        self.reservations = 0
+        self.outbox: dict[str, int] = {}
+        self.outbox_wake = asyncio.Event()
+        self.failures: Counter[str] = Counter()
+        self.on_change: Callable[[Node], None] = lambda _node: None
+        self._gone: asyncio.Future[None] | None = None
+        self._relinked: asyncio.Future[None] | None = None
+
+    # What it is
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return self.hello.labels if self.hello else {}
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.incarnation if self.hello else ""
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return self.hello.features if self.hello else frozenset()
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def lanes(self) -> int:
+        """How many attempts the head dispatches at once."""
+        own = self.report.max_lanes if self.report else 0
+        wanted = self._settings.lanes_per_node or own or self._settings.default_lanes
+        return min(wanted, self._settings.max_lanes_per_node)
+
+    @property
+    def usable(self) -> bool:
+        """What was placed here may go on."""
+        return self.state is NodeState.UP and self.link is not None and not self.removed
+
+    @property
+    def reports_stale(self) -> bool:
+        return (
+            self.report_at_s is not None and self._clock() - self.report_at_s > self._settings.report_stale_s
+        )
+
+    @property
+    def books_balance(self) -> bool:
+        return self.reservations == len(self.running) + len(self.queue)
+
+    # Signs of life and state
+
+    def sign_of_life(self) -> None:
+        """Anything came from it."""
+        self.last_sign_s = self._clock()
+        if self.state is NodeState.SUSPECT and self.link is not None:
+            self.set_state(NodeState.UP, "")
+
+    def take_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
+        """The newest sample wins, by the node's own clock."""
+        if self.report is not None and report.sampled_at_ms < self.report.sampled_at_ms:
+            return
+        now = self._clock()
+        self.report = report
+        self.report_at_s = now
+        if models:
+            self.models = {model.name: model for model in models}
+            self.on_change(self)
+        self.was_hot = is_hot(self, self._settings.pool_high_pct, now)
+        self.dispatch()
+
+    def set_state(self, state: NodeState, detail: str) -> None:
+        """Enter a state; out of UP, what waits here is sent elsewhere."""
+        self.state, self.state_detail = state, detail
+        if state is NodeState.UP:
+            self.dispatch()
+        else:
+            self._evict_waiting()
+        self.on_change(self)
+
+    def fail_running(self, kind: FailureClass, detail: str) -> None:
+        """Tell every running attempt that the node failed under it."""
+        for reservation in list(self.running):
+            if reservation.on_lost is not None:
+                reservation.on_lost(kind, detail)
+
+    def new_life(self) -> None:
+        """What was bound here is bound no more; nothing is owed to an incarnation that is gone."""
+        self.life += 1
+        self.sessions = 0
+        self.outbox.clear()
+
+    # Relinking: a broken link is redialed at once, and attempts wait for the verdict
+
+    def linked(self, link: NodeLink) -> None:
+        self.link = link
+        self._gone = asyncio.get_running_loop().create_future()
+
+    def unlinked(self) -> NodeLink | None:
+        """The link is no more; a redial is under way."""
+        link, self.link = self.link, None
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+        if self._relinked is None or self._relinked.done():
+            self._relinked = asyncio.get_running_loop().create_future()
+        return link
+
+    async def link_gone(self, link: NodeLink, within_s: float) -> bool:
+        """True once `link` is the node's link no more; False when it still is after `within_s`."""
+        if self.link is link and self._gone is not None:
+            await asyncio.wait({self._gone}, timeout=within_s)
+        return self.link is not link
+
+    def relink_decided(self) -> None:
+        if self._relinked is not None and not self._relinked.done():
+            self._relinked.set_result(None)
+
+    async def relink_verdict(self) -> None:
+        """Wait until a redial under way has succeeded or failed; at once when there is none."""
+        if self._relinked is not None and not self._relinked.done():
+            await asyncio.shield(self._relinked)
+
+    # Reservations, lanes and the queue at the head
+
+    def reserve(self, qos: Qos, demand: Demand) -> Reservation:
+        """Count an attempt here and let it wait for a lane. Raises QueueFullError."""
+        reservation = Reservation(self, demand, asyncio.get_running_loop().create_future())
+        reservation.ticket = self.queue.push(reservation, int(qos))
+        self.reservations += 1
+        self.dispatch()
+        return reservation
+
+    def dispatch(self) -> None:
+        """Give free lanes to those that wait."""
+        while self.usable and len(self.running) < self.lanes:
+            reservation = self.queue.pop()
+            if reservation is None:
+                return
+            reservation.ticket = None
+            self.running.add(reservation)
+            if not reservation.granted.done():
+                reservation.granted.set_result(Grant.LANE)
+
+    def forget(self, reservation: Reservation) -> None:
+        """Reservation.release() calls this, once."""
+        self.reservations -= 1
+        if reservation.ticket is not None:
+            self.queue.remove(reservation.ticket)
+            reservation.ticket = None
+        self.running.discard(reservation)
+        if not reservation.granted.done():
+            reservation.granted.cancel()
+        self.dispatch()
+
+    def send_elsewhere(self, reservation: Reservation, grant: Grant) -> None:
+        """Take a waiting attempt out of the queue; it stays counted until it releases."""
+        if not reservation.granted.done():
+            reservation.granted.set_result(grant)
+
+    def _evict_waiting(self) -> None:
+        for reservation in list(self.queue):
+            self.send_elsewhere(reservation, Grant.EVICTED)
+
+    # What is owed
+
+    def owe_revoke(self, session_id: str, epoch: int) -> None:
+        """The node must free `session_id` up to `epoch`; kept until answered or settled otherwise."""
+        if epoch > self.outbox.get(session_id, 0):
+            self.outbox[session_id] = epoch
+            self.outbox_wake.set()
+
+    def settle_revoke(self, revoke: Revoke) -> None:
+        if self.outbox.get(revoke.session_id) == revoke.epoch:
+            del self.outbox[revoke.session_id]
+
+    def unlearn(self) -> None:
+        """What lived at this address lives elsewhere now: nothing is known of it any more."""
+        self.new_life()
+        self.hello = self.report = self.report_at_s = None
+        self.models = {}
+        self.on_change(self)
+
+    def count_failure(self, kind: FailureClass) -> None:
+        self.failures[kind.value] += 1

@@ -1,0 +1,201 @@
+"""What operators do: list, probe, add, remove, cordon nodes, and ask how something would be placed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from fleet_service.domain.errors import FleetError, Reason, invalid
+from fleet_service.domain.node_types import ModelInfo, NodeHello
+from fleet_service.domain.placement import Demand
+from fleet_service.domain.specs import SessionSpec
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.nodes import Nodes
+from fleet_service.runtime.protocols import LinkError
+from fleet_service.runtime.sessions import Sessions
+from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.views import Explanation, ModelSummary, NodeInfo, ProbeResult
+
+PROBES_AT_ONCE = 16
+
+
+class Operators:
+    """The operators' side of the head."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        nodes: Nodes,
+        sessions: Sessions,
+        settings: HeadSettings,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._nodes = nodes
+        self._sessions = sessions
+        self._settings = settings
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    # Reading
+
+    @property
+    def books_balance(self) -> bool:
+        """Every node's reservations equal its queued and running attempts, now."""
+        return all(node.books_balance for node in self._fleet.nodes)
+
+    def list_nodes(self) -> list[NodeInfo]:
+        """By name."""
+        return sorted(map(self._info, self._fleet.nodes), key=lambda info: info.name)
+
+    def get_node(self, ref: str) -> NodeInfo:
+        """Raises NODE_NOT_FOUND."""
+        return self._info(self._find(ref))
+
+    def list_models(self) -> list[ModelSummary]:
+        """By name and revision."""
+        summaries: list[ModelSummary] = []
+        for name in self._fleet.models:
+            by_revision: dict[str, list[Node]] = {}
+            for node in self._fleet.serving(name):
+                by_revision.setdefault(node.models[name].revision, []).append(node)
+            summaries += [_summary(name, nodes) for _revision, nodes in sorted(by_revision.items())]
+        return summaries
+
+    # Changing
+
+    async def add_node(self, address: str) -> NodeInfo:
+        """Take a node in, answering after the first try. Raises NODE_ALREADY_EXISTS, LIMIT_EXCEEDED."""
+        if self._fleet.find(address) is not None:
+            raise FleetError(
+                Reason.NODE_ALREADY_EXISTS,
+                f"the head has node {address} already",
+                metadata={"node": address},
+                resource=("fleet.v1.Node", f"nodes/{address}"),
+            )
+        if len(self._fleet.nodes) >= self._settings.max_nodes:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                f"the head has {self._settings.max_nodes} nodes, the most it takes",
+                metadata={"limit": "max_nodes", "value": str(self._settings.max_nodes)},
+            )
+        node = self._nodes.add(address)
+        await self._nodes.first_try(node)
+        return self._info(node)
+
+    async def remove_node(self, ref: str) -> NodeInfo:
+        """Take a node out; what it ran goes on elsewhere."""
+        node = self._find(ref)
+        info = self._info(node)
+        await self._nodes.remove(node)
+        return info
+
+    def cordon_node(self, ref: str, note: str) -> NodeInfo:
+        node = self._find(ref)
+        node.cordoned, node.cordon_note = True, note
+        node.on_change(node)
+        return self._info(node)
+
+    def uncordon_node(self, ref: str) -> NodeInfo:
+        node = self._find(ref)
+        node.cordoned, node.cordon_note = False, ""
+        node.on_change(node)
+        return self._info(node)
+
+    # Asking
+
+    async def probe_nodes(self, refs: Sequence[str]) -> list[ProbeResult]:
+        """Shake hands anew with each node named (all, when none is), in the order asked."""
+        nodes = [self._find(ref) for ref in refs] or list(self._fleet.nodes)
+        at_once = asyncio.Semaphore(PROBES_AT_ONCE)
+
+        async def probe(node: Node) -> ProbeResult:
+            async with at_once:
+                return await self._probe(node)
+
+        return list(await asyncio.gather(*map(probe, nodes)))
+
+    async def _probe(self, node: Node) -> ProbeResult:
+        asked_s = self._clock()
+        hello: NodeHello | None = None
+        detail = ""
+        try:
+            hello = await self._nodes.probe(node.address)
+        except LinkError as error:
+            detail = str(error)
+        return ProbeResult(
+            name=node.name,
+            address=node.address,
+            reachable=hello is not None,
+            detail=detail,
+            identity=hello.identity if hello else "",
+            models=hello.models if hello else (),
+            latency_s=self._clock() - asked_s,
+        )
+
+    def explain_placement(self, session_id: str, spec: SessionSpec | None, prompt_tokens: int) -> Explanation:
+        """How a session, or a request that is not made, would be placed now. Raises SESSION_NOT_FOUND."""
+        if session_id:
+            demand = self._fleet.session_demand(self._sessions.get(session_id))
+        elif spec is not None:
+            demand = Demand(
+                model=spec.model,
+                model_revision=spec.model_revision,
+                selector=spec.node_selector,
+                prompt_tokens=prompt_tokens,
+                expected_output_tokens=spec.expected_output_tokens or self._settings.expected_output_tokens,
+            )
+        else:
+            raise invalid("spec", "give a session_id or a spec")
+        verdicts = self._fleet.explain(demand)
+        chosen = verdicts[0].node if verdicts and verdicts[0].eligible else ""
+        refusal = None if chosen else self._fleet.refusal(demand)
+        return Explanation(self._fleet.policy_name, chosen, refusal, verdicts)
+
+    def _find(self, ref: str) -> Node:
+        node = self._fleet.find(ref)
+        if node is None:
+            raise self._fleet.unknown_node(ref)
+        return node
+
+    def _info(self, node: Node) -> NodeInfo:
+        now_s, unix_s = self._clock(), self._wall_clock()
+        return NodeInfo(
+            name=node.name,
+            address=node.address,
+            incarnation=node.incarnation,
+            state=node.state,
+            state_detail=node.state_detail,
+            cordoned=node.cordoned,
+            cordon_note=node.cordon_note,
+            reports_stale=node.reports_stale,
+            labels=node.labels,
+            models=tuple(node.models.values()),
+            features=node.features,
+            report=node.report,
+            report_age_s=None if node.report_at_s is None else now_s - node.report_at_s,
+            lanes=node.lanes,
+            sessions=node.sessions,
+            running=len(node.running),
+            queued=len(node.queue),
+            reservations=node.reservations,
+            outbox=len(node.outbox),
+            failures=dict(node.failures),
+            last_seen_at=unix_s - (now_s - node.last_sign_s) if node.ever_heard else None,
+        )
+
+
+def _summary(name: str, nodes: Sequence[Node]) -> ModelSummary:
+    up = [node for node in nodes if node.usable and not node.cordoned]
+    windows = [node.models[name].max_context_tokens for node in up or nodes]
+    first = nodes[0].models[name]
+    model = ModelInfo(
+        name=name,
+        revision=first.revision,
+        vocab_size=first.vocab_size,
+        eos_token_ids=first.eos_token_ids,
+        max_context_tokens=0 if 0 in windows else max(windows),
+    )
+    return ModelSummary(model, nodes_up=len(up), nodes_known=len(nodes))

@@ -1,0 +1,115 @@
+"""The runtime's seams: what it asks of links, so that a simulation can stand in for the network.
+
+Time is the running event loop's (`loop.time()`, `asyncio.sleep`); a simulation brings a loop of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fleet_service.domain.commands import (
+    Append,
+    Assign,
+    CancelRun,
+    Introduction,
+    Phase,
+    Refusal,
+    Revoke,
+    Run,
+    RunFinish,
+)
+from fleet_service.domain.node_types import ModelInfo, NodeHello, Report
+
+
+class LinkError(Exception):
+    """A command got no answer; whether the node executed it is unknown. The text is for logs."""
+
+
+class LinkLostError(LinkError):
+    """The connection to the node is gone or was never there."""
+
+
+class LinkTimeoutError(LinkError):
+    """The node did not answer in time; the connection may be well."""
+
+
+class NodeFaultError(LinkError):
+    """The node answered outside the contract (an RPC error, an undecodable message); not the link's fault."""
+
+
+class HandshakeRefusedError(LinkError):
+    """The node refused the head (version, fleet, token), or is not a node; the text says what to do."""
+
+
+class RunSink(Protocol):
+    """Where a run's messages go. Called synchronously, in order, by the link; must not block or raise."""
+
+    def on_step(
+        self,
+        epoch: int,
+        first_index: int,
+        token_ids: Sequence[int],
+        phase: Phase | None,
+        finish: RunFinish | None,
+        refusal: Refusal | None,
+    ) -> None:
+        """One message of the run. A finish or a refusal is the last one."""
+
+    def on_broken(self, error: LinkError) -> None:
+        """The run's stream ended without a finish or refusal. Called at most once, and then nothing more."""
+
+
+class RunHandle(Protocol):
+    """A run under way."""
+
+    def close(self) -> None:
+        """Stop listening: nothing more reaches the sink. On a plain link the node takes it as a cancel."""
+
+
+class LinkListener(Protocol):
+    """Where a link tells of its node. Called synchronously; must not block or raise."""
+
+    def on_sign(self) -> None:
+        """Anything at all came from the node."""
+
+    def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
+        """A report; empty `models` = as before."""
+
+    def on_lost(self, error: LinkError) -> None:
+        """The link is gone. Called at most once, and not after close()."""
+
+
+class NodeLink(Protocol):
+    """A live connection to one run of one node. Commands raise LinkError when they got no answer."""
+
+    @property
+    def hello(self) -> NodeHello:
+        """What the node said at the handshake."""
+
+    async def assign(self, command: Assign) -> Refusal | None: ...
+
+    async def append(self, command: Append) -> Refusal | None: ...
+
+    def run(self, command: Run, sink: RunSink) -> RunHandle:
+        """Start a generation; everything that comes of it goes to the sink, never by the calling stack."""
+
+    async def cancel(self, command: CancelRun) -> Refusal | None: ...
+
+    async def revoke(self, command: Revoke) -> Refusal | None: ...
+
+    async def renew_lease(self, lease_s: float) -> bool:
+        """False: the lease had run out and the node fenced its sessions."""
+
+    async def close(self) -> None:
+        """Drop the connection; runs on it break."""
+
+
+class Dialer(Protocol):
+    """Connects to nodes."""
+
+    async def connect(self, address: str, introduction: Introduction, listener: LinkListener) -> NodeLink:
+        """Dial, shake hands, start reports. Raises a LinkError: lost, timeout or handshake refused."""
+
+    async def probe(self, address: str, introduction: Introduction) -> NodeHello:
+        """Dial and shake hands only. Raises as `connect`."""

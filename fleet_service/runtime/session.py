@@ -1,0 +1,141 @@
+"""A session as the head keeps it: the truth about its context, and the binding that is only a cache of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from fleet_service.domain.context import Context
+from fleet_service.domain.session_table import SessionState
+from fleet_service.domain.specs import Sampling, SessionSpec
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.views import SessionView
+
+
+class Binding:
+    """A session's tie to one life of one node, under one epoch.
+
+    `sent`: an Assign may have reached the node, so leaving owes a revoke. `assigned`: the node confirmed it.
+    `synced_tokens`: how much of the context the node holds, None while an answer is outstanding.
+    """
+
+    __slots__ = ("_commands", "assigned", "epoch", "life", "node", "sent", "synced_tokens")
+
+    def __init__(self, node: Node, epoch: int) -> None:
+        self.node = node
+        self.life = node.life
+        self.epoch = epoch
+        self.sent = False
+        self.assigned = False
+        self.synced_tokens: int | None = 0
+        self._commands = 0
+        node.sessions += 1
+
+    @property
+    def valid(self) -> bool:
+        """The node still lives the life the session was bound to, and nothing about it is in doubt."""
+        in_doubt = self.sent and (not self.assigned or self.synced_tokens is None)
+        return self.life == self.node.life and not self.node.removed and not in_doubt
+
+    @property
+    def usable(self) -> bool:
+        """Valid, and the node can be used now."""
+        return self.valid and self.node.usable
+
+    def next_command_id(self) -> int:
+        self._commands += 1
+        return self._commands
+
+    def dropped(self, session_id: str) -> None:
+        """The session leaves; the node is owed a revoke when it may hold something."""
+        if self.life == self.node.life:
+            self.node.sessions -= 1
+            if self.sent:
+                self.node.owe_revoke(session_id, self.epoch)
+
+
+class Session:
+    """One session. Only Head and the attempts of its one generation change it."""
+
+    def __init__(
+        self,
+        session_id: str,
+        spec: SessionSpec,
+        sampling: Sampling,
+        *,
+        now_s: float,
+        unix_s: float,
+        number: int,
+    ) -> None:
+        self.session_id = session_id
+        self.spec = spec
+        self.sampling = sampling
+        self.context = Context()
+        self.binding: Binding | None = None
+        self.parked = False
+        self.generation_id = ""
+        self.winding_down: asyncio.Task[None] | None = None
+        self.ephemeral = False
+        self.finished = False
+        self.number = number
+        self.created_at = unix_s
+        self.last_used_at = unix_s
+        self.last_used_s = now_s
+
+    @property
+    def state(self) -> SessionState:
+        """Derived, so that it cannot disagree with what it is about."""
+        if self.parked:
+            return SessionState.PARKED
+        if self.generation_id:
+            return SessionState.GENERATING
+        if self.binding is not None and self.binding.usable:
+            return SessionState.BOUND
+        return SessionState.UNBOUND
+
+    def bind(self, node: Node, next_epoch: Callable[[], int]) -> Binding:
+        """The binding to use on `node`: the one there is while it holds, else a new one under a new epoch."""
+        binding = self.binding
+        if binding is not None and binding.node is node and binding.valid:
+            return binding
+        self.unbind()
+        self.binding = Binding(node, next_epoch())
+        return self.binding
+
+    def unbind(self) -> None:
+        """Leave the node; owes it a revoke."""
+        binding, self.binding = self.binding, None
+        if binding is not None:
+            binding.dropped(self.session_id)
+
+    def drop_doubtful_binding(self) -> None:
+        """After an attempt was cut short: a binding whose last command was not answered is not used again."""
+        if self.binding is not None and not self.binding.valid:
+            self.unbind()
+
+    def pin_revision(self, revision: str) -> None:
+        """Token ids of different revisions do not mix: the first node's revision is the session's."""
+        if not self.spec.model_revision:
+            self.spec = replace(self.spec, model_revision=revision)
+
+    async def settle(self) -> None:
+        """Wait until the attempts of a generation that was decided have let go (they wait for nothing)."""
+        if self.winding_down is not None:
+            await asyncio.wait({self.winding_down})
+            self.winding_down = None
+
+    def view(self) -> SessionView:
+        bound = self.binding if self.binding is not None and self.binding.usable else None
+        return SessionView(
+            session_id=self.session_id,
+            spec=self.spec,
+            state=self.state,
+            context_length=len(self.context),
+            context_crc32=self.context.crc32,
+            node=bound.node.name if bound else "",
+            epoch=bound.epoch if bound else 0,
+            generation_id=self.generation_id,
+            created_at=self.created_at,
+            last_used_at=self.last_used_at,
+        )

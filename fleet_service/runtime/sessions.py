@@ -1,0 +1,277 @@
+"""The sessions: made, read, appended to, parked, resumed, finished, unbound when idle, expired.
+
+Which operation is allowed when is domain/session_table.py; here it is carried out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from fleet_service.domain.errors import FleetError, Reason, invalid
+from fleet_service.domain.placement import window_tokens
+from fleet_service.domain.session_table import SessionOp, SessionState, apply
+from fleet_service.domain.specs import Sampling, SessionSpec
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.ids import Ids
+from fleet_service.runtime.session import Session
+from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.views import SessionView
+
+SCAN_LIMIT = 10_000
+"""Sessions looked at for one page of a filtered list; a page may come back short, with a token."""
+
+
+class Sessions:
+    """All sessions of the head. `clock` is the loop's, `wall_clock` gives unix seconds."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: HeadSettings,
+        ids: Ids,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._ids = ids
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._by_id: dict[str, Session] = {}
+        self._by_number: dict[int, Session] = {}
+        self._numbers: list[int] = []
+        self._last_number = 0
+        # Both by last use, the longest unused first, so that housekeeping costs what it does.
+        self._by_use: OrderedDict[str, Session] = OrderedDict()
+        self._bound_by_use: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    # Making and finding
+
+    def create(self, session_id: str, spec: SessionSpec, token_ids: Sequence[int]) -> Session:
+        """A session, bound to a node. Raises FleetError: it exists, a limit, or why it cannot be placed."""
+        session = self.draft(session_id, spec, token_ids)
+        self._fleet.bind(session, self._fleet.session_demand(session, grown=False))
+        self.keep(session)
+        return session
+
+    def draft(self, session_id: str, spec: SessionSpec, token_ids: Sequence[int]) -> Session:
+        """A session nobody knows yet and that no node was chosen for."""
+        if session_id in self._by_id:
+            raise FleetError(
+                Reason.SESSION_ALREADY_EXISTS,
+                f"session {session_id} is there already; choose another id, or none",
+                metadata={"sessionId": session_id},
+                resource=_resource(session_id),
+            )
+        if len(self._by_id) >= self._settings.max_sessions:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                f"the head has {len(self._by_id)} sessions, the most it keeps; finish some",
+                metadata={"limit": "max_sessions", "value": str(self._settings.max_sessions)},
+                retry_after_s=1.0,
+            )
+        self._check_length(len(token_ids))
+        self._check_vocabulary(spec.model, token_ids)
+        self._last_number += 1
+        session = Session(
+            session_id or self._ids.session(),
+            spec,
+            spec.sampling.over(Sampling(), self._ids.seed()),
+            now_s=self._clock(),
+            unix_s=self._wall_clock(),
+            number=self._last_number,
+        )
+        session.context.append(token_ids)
+        return session
+
+    def keep(self, session: Session) -> None:
+        """From now on it can be found."""
+        self._by_id[session.session_id] = session
+        self._by_number[session.number] = session
+        self._numbers.append(session.number)
+        self.touch(session)
+
+    def get(self, session_id: str) -> Session:
+        """Raises SESSION_NOT_FOUND."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise FleetError(
+                Reason.SESSION_NOT_FOUND,
+                f"no session {session_id}: it was never made, was finished, or expired; create one",
+                metadata={"sessionId": session_id},
+                resource=_resource(session_id),
+            )
+        return session
+
+    def touch(self, session: Session) -> None:
+        """It was used just now."""
+        session.last_used_s = self._clock()
+        session.last_used_at = self._wall_clock()
+        self._by_use[session.session_id] = session
+        self._by_use.move_to_end(session.session_id)
+        if session.binding is not None:
+            self._bound_by_use[session.session_id] = session
+            self._bound_by_use.move_to_end(session.session_id)
+
+    def page(
+        self, page_size: int, page_token: str, state: SessionState | None, node: str
+    ) -> tuple[list[SessionView], str]:
+        """Sessions from the oldest on, and the token of the next page ("" at the end)."""
+        after = _number_of(page_token)
+        views: list[SessionView] = []
+        start = bisect_right(self._numbers, after)
+        for scanned, number in enumerate(self._numbers[start : start + SCAN_LIMIT], start=1):
+            session = self._by_number.get(number)
+            if session is not None:
+                view = session.view()
+                if (state is None or view.state is state) and (not node or view.node == node):
+                    views.append(view)
+            more = start + scanned < len(self._numbers)
+            if len(views) == page_size or (scanned == SCAN_LIMIT and more):
+                return views, str(number) if more else ""
+        return views, ""
+
+    # What callers do to them
+
+    async def append(
+        self, session_id: str, token_ids: Sequence[int], expected_length: int | None, truncate_to: int | None
+    ) -> SessionView:
+        """Set context = context[:truncate_to] + token_ids. Nothing changes when it is refused."""
+        session = await self._settled(session_id)
+        apply(session.state, SessionOp.APPEND, session_id=session_id)
+        length = len(session.context)
+        if expected_length is not None and expected_length != length:
+            raise FleetError(
+                Reason.CONTEXT_CHANGED,
+                f"the context has {length} tokens, not {expected_length}; read the session and retry",
+                metadata={"contextLength": str(length), "expectedLength": str(expected_length)},
+                resource=_resource(session_id),
+            )
+        base = length if truncate_to is None else truncate_to
+        if base > length:
+            raise invalid("truncate_to", f"must be at most the context's length, {length}")
+        self._check_length(base + len(token_ids))
+        self._check_vocabulary(session.spec.model, token_ids)
+        too_long = self._grown_too_long(session, base + len(token_ids))
+        if too_long is not None:
+            raise too_long
+        self._change_context(session, base, token_ids)
+        self.touch(session)
+        return session.view()
+
+    async def park(self, session_id: str) -> SessionView:
+        session = await self._settled(session_id)
+        apply(session.state, SessionOp.PARK, session_id=session_id)
+        self._leave_node(session)
+        session.parked = True
+        self.touch(session)
+        return session.view()
+
+    async def resume(self, session_id: str) -> SessionView:
+        session = await self._settled(session_id)
+        apply(session.state, SessionOp.RESUME, session_id=session_id)
+        self._fleet.bind(session, self._fleet.session_demand(session))
+        session.parked = False
+        self.touch(session)
+        return session.view()
+
+    def remove(self, session: Session) -> SessionView:
+        """The session is over; its node is owed a revoke."""
+        view = session.view()
+        session.finished = True
+        self._leave_node(session)
+        if self._by_id.pop(session.session_id, None) is not None:
+            del self._by_number[session.number]
+            self._by_use.pop(session.session_id, None)
+            self._compact()
+        return view
+
+    def extend_context(self, session: Session, token_ids: Sequence[int]) -> None:
+        """A generation's output joins the context."""
+        self._change_context(session, len(session.context), token_ids)
+
+    # Housekeeping
+
+    def unbind_idle(self, now_s: float) -> int:
+        """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
+        return self._sweep(self._bound_by_use, now_s - self._settings.idle_unbind_s, self._leave_node)
+
+    def expire(self, now_s: float) -> int:
+        """Remove what was not used for `session_expiry_s`; O(what is removed)."""
+        return self._sweep(self._by_use, now_s - self._settings.session_expiry_s, self.remove)
+
+    def _sweep(
+        self, by_use: OrderedDict[str, Session], before_s: float, act: Callable[[Session], object]
+    ) -> int:
+        done = 0
+        while by_use:
+            session = next(iter(by_use.values()))
+            if session.last_used_s > before_s:
+                break
+            if session.generation_id:
+                self.touch(session)
+            else:
+                by_use.pop(session.session_id)
+                act(session)
+                done += 1
+        return done
+
+    async def _settled(self, session_id: str) -> Session:
+        await self.get(session_id).settle()
+        return self.get(session_id)
+
+    def _leave_node(self, session: Session) -> None:
+        session.unbind()
+        self._bound_by_use.pop(session.session_id, None)
+
+    def _change_context(self, session: Session, base: int, token_ids: Sequence[int]) -> None:
+        binding = session.binding
+        if binding is not None and binding.synced_tokens is not None:
+            binding.synced_tokens = min(binding.synced_tokens, base)
+        session.context.truncate(base)
+        session.context.append(token_ids)
+        if binding is not None:
+            window = window_tokens(binding.node, session.spec.model)
+            if window and len(session.context) > window:
+                self._leave_node(session)
+
+    def _check_length(self, tokens: int) -> None:
+        limit = self._settings.max_context_tokens
+        if tokens > limit:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                f"a context of {tokens} tokens is longer than the {limit} the head keeps",
+                metadata={"limit": "max_context_tokens", "value": str(limit), "tokens": str(tokens)},
+            )
+
+    def _check_vocabulary(self, model: str, token_ids: Sequence[int]) -> None:
+        sizes = (node.models[model].vocab_size for node in self._fleet.serving(model))
+        size = next((size for size in sizes if size), 0)
+        if size and token_ids and max(token_ids) >= size:
+            raise invalid("token_ids", f"must be below {size}, the size of the vocabulary of model {model}")
+
+    def _grown_too_long(self, session: Session, tokens: int) -> FleetError | None:
+        demand = self._fleet.session_demand(session, tokens=tokens)
+        return self._fleet.too_long(demand) if self._fleet.serving(session.spec.model) else None
+
+    def _compact(self) -> None:
+        """Drop the numbers of removed sessions once they are the greater part."""
+        if len(self._numbers) > 64 and len(self._numbers) > 2 * len(self._by_number):
+            self._numbers = [number for number in self._numbers if number in self._by_number]
+
+
+def _resource(session_id: str) -> tuple[str, str]:
+    return ("fleet.v1.Session", f"sessions/{session_id}")
+
+
+def _number_of(page_token: str) -> int:
+    if not page_token:
+        return 0
+    if not page_token.isascii() or not page_token.isdigit() or len(page_token) > 18:
+        raise invalid("page_token", "is not a token that this head gave; start without one")
+    return int(page_token)

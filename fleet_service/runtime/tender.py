@@ -1,0 +1,147 @@
+"""The background tender: nodes, queues, leases, outboxes, old sessions and the books, once a tick.
+
+Nothing here does work per session per tick: what is swept is kept in order of age.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from fleet_service.domain.failures import FailureClass
+from fleet_service.domain.node_types import NodeState
+from fleet_service.domain.placement import Demand
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.generations import Generations
+from fleet_service.runtime.keeper import NodeKeeper
+from fleet_service.runtime.ledger import RequestLedger
+from fleet_service.runtime.node import Grant, Node
+from fleet_service.runtime.sessions import Sessions
+from fleet_service.runtime.settings import HeadSettings
+
+log = structlog.get_logger(__name__)
+
+# A tick this much late means that the head itself did not run: its nodes' silence is not theirs.
+OWN_STALL_S = 0.5
+# Waiting attempts looked at for a move, per tick.
+REBALANCE_LIMIT = 64
+
+
+class Tender:
+    """Runs every `tick_s`, or oftener where the silence limit asks for it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        sessions: Sessions,
+        generations: Generations,
+        ledger: RequestLedger,
+        settings: HeadSettings,
+        clock: Callable[[], float],
+        keeper_of: Callable[[Node], NodeKeeper | None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._fleet = fleet
+        self._sessions = sessions
+        self._generations = generations
+        self._ledger = ledger
+        self._settings = settings
+        self._clock = clock
+        self._keeper_of = keeper_of
+        self._spawn = spawn
+        self._renewing: set[str] = set()
+        self.books_balance = True
+        self.period_s = min(settings.tick_s, settings.silence_s / 4)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        due_s = self._clock() + self.period_s
+        while True:
+            await asyncio.sleep(max(0.0, due_s - self._clock()))
+            now_s = self._clock()
+            if now_s - due_s > OWN_STALL_S:
+                self._excuse(now_s - due_s)
+            self.tick(now_s)
+            due_s = now_s + self.period_s
+
+    def tick(self, now_s: float) -> None:
+        """One round; synchronous, so that it sees one moment."""
+        for node in self._fleet.nodes:
+            self._look_after(node, now_s)
+        self._rebalance()
+        self._sessions.unbind_idle(now_s)
+        self._sessions.expire(now_s)
+        self._generations.forget_old(now_s)
+        self._ledger.expire()
+        self._check_books()
+
+    def _excuse(self, stalled_s: float) -> None:
+        log.warning("head_stalled", stalled_s=round(stalled_s, 3))
+        for node in self._fleet.nodes:
+            node.last_sign_s += stalled_s
+
+    def _look_after(self, node: Node, now_s: float) -> None:
+        settings = self._settings
+        quiet_s = now_s - node.last_sign_s
+        if node.state is NodeState.UP and quiet_s > settings.silence_s:
+            detail = f"nothing heard for {quiet_s:.1f} s"
+            log.warning("node_silent", node=node.name, quiet_s=round(quiet_s, 3))
+            node.set_state(NodeState.SUSPECT, detail)
+            node.fail_running(FailureClass.NODE_SILENT, detail)
+        if node.link is None and quiet_s > settings.lease_s:
+            node.outbox.clear()  # its lease has run out: it has freed what it held
+        elif node.outbox:
+            node.outbox_wake.set()
+        if node.usable and now_s - node.lease_renewed_s >= settings.lease_renew_s:
+            self._renew(node)
+
+    def _renew(self, node: Node) -> None:
+        keeper = self._keeper_of(node)
+        if keeper is None or node.name in self._renewing:
+            return
+        name = node.name
+        self._renewing.add(name)
+
+        async def renew() -> None:
+            try:
+                await keeper.renew_lease()
+            finally:
+                self._renewing.discard(name)
+
+        self._spawn(renew())
+
+    def _rebalance(self) -> None:
+        """Waiting attempts move when elsewhere they would be done in less than half of what is left here.
+
+        One move a tick to any node, so that each is judged by what the one before has left.
+        """
+        looked_at = 0
+        for node in self._fleet.nodes:
+            for place, reservation in enumerate(node.queue):
+                if looked_at >= REBALANCE_LIMIT:
+                    return
+                looked_at += 1
+                if self._better_elsewhere(node, reservation.demand, len(node.running) + place):
+                    node.send_elsewhere(reservation, Grant.MOVED)
+                    break
+
+    def _better_elsewhere(self, node: Node, demand: Demand, ahead: int) -> bool:
+        soonest = self._fleet.soonest_free(demand)
+        if soonest is None or soonest[0] is node:
+            return False
+        return soonest[1] < self._settings.rebalance_ratio * self._fleet.left_here_ms(node, demand, ahead)
+
+    def _check_books(self) -> None:
+        wrong = [node for node in self._fleet.nodes if not node.books_balance]
+        self.books_balance = not wrong
+        for node in wrong:
+            log.error(
+                "books_do_not_balance",
+                node=node.name,
+                reservations=node.reservations,
+                running=len(node.running),
+                queued=len(node.queue),
+            )

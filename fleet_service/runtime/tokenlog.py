@@ -1,0 +1,169 @@
+"""The token log: what a generation has produced, append-only, and its readers' cursors (design: Parts).
+
+One writer at a time (the current attempt), any number of readers. Advancing calls the readers back
+synchronously; a reader takes all that is new at once, so a slow one holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+
+from fleet_service.domain.events import Accepted, Event, Finished, Moved, Started, Tokens
+
+
+class TokenLog:
+    """Token ids and, between them, the other events of a generation.
+
+    `received` counts the tokens the head has, `visible` those readers may see; visible follows at once.
+    """
+
+    __slots__ = ("_ids", "_marks", "_readers", "accepted", "finished")
+
+    def __init__(self, accepted: Accepted) -> None:
+        self.accepted = accepted
+        self.finished: Finished | None = None
+        self._ids = array("I")
+        self._marks: list[tuple[int, Started | Moved]] = []
+        self._readers: list[Callable[[], None]] = []
+
+    @property
+    def received(self) -> int:
+        return len(self._ids)
+
+    @property
+    def visible(self) -> int:
+        return len(self._ids)
+
+    @property
+    def marks(self) -> Sequence[tuple[int, Started | Moved]]:
+        return self._marks
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add tokens at index `received`."""
+        self._ids.extend(token_ids)
+        self._call_back()
+
+    def mark(self, event: Started | Moved) -> None:
+        """Put an event behind the tokens there are."""
+        self._marks.append((len(self._ids), event))
+        self._call_back()
+
+    def finish(self, event: Finished) -> None:
+        """The one terminal event. Raises RuntimeError when there is one already."""
+        if self.finished is not None:
+            raise RuntimeError("a generation has one terminal event")
+        self.finished = event
+        self._call_back()
+
+    def slice(self, start: int, stop: int | None = None) -> array[int]:
+        """A copy of the ids from `start` to `stop`."""
+        return self._ids[start:stop]
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self._readers.append(callback)
+
+    def unsubscribe(self, callback: Callable[[], None]) -> None:
+        self._readers.remove(callback)
+
+    def _call_back(self) -> None:
+        for callback in self._readers:
+            callback()
+
+
+class Cursor:
+    """One reader's place in a log: two numbers. `take` returns what is new."""
+
+    __slots__ = ("_done", "_index", "_log", "_mark", "_opened")
+
+    def __init__(self, log: TokenLog, from_index: int) -> None:
+        self._log = log
+        self._index = from_index
+        self._mark = 0
+        self._opened = False
+        self._done = False
+
+    @property
+    def index(self) -> int:
+        """Index of the next token this reader gets."""
+        return self._index
+
+    @property
+    def done(self) -> bool:
+        """The terminal event was taken."""
+        return self._done
+
+    def take(self) -> list[Event]:
+        """All events that are new, in order; empty when there are none."""
+        events: list[Event] = []
+        if not self._opened:
+            self._open(events)
+        marks = self._log.marks
+        while self._mark < len(marks):
+            position, event = marks[self._mark]
+            self._tokens_up_to(position, events)
+            events.append(event)
+            self._mark += 1
+        self._tokens_up_to(self._log.visible, events)
+        finished = self._log.finished
+        if finished is not None and not self._done and self._index >= self._log.received:
+            events.append(finished)
+            self._done = True
+        return events
+
+    def _open(self, events: list[Event]) -> None:
+        self._opened = True
+        events.append(self._log.accepted)
+        marks = self._log.marks
+        while self._mark < len(marks) and marks[self._mark][0] < self._index:
+            if isinstance(marks[self._mark][1], Started):
+                events.append(marks[self._mark][1])
+            self._mark += 1
+
+    def _tokens_up_to(self, position: int, events: list[Event]) -> None:
+        if position > self._index:
+            events.append(Tokens(self._index, self._log.slice(self._index, position)))
+            self._index = position
+
+
+class Reader:
+    """A cursor that can be awaited. `on_close` is called once, when the reader goes."""
+
+    __slots__ = ("_closed", "_cursor", "_log", "_on_close", "_waiter")
+
+    def __init__(self, log: TokenLog, from_index: int, on_close: Callable[[Reader], None]) -> None:
+        self._log = log
+        self._cursor = Cursor(log, from_index)
+        self._on_close = on_close
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+        log.subscribe(self._wake)
+
+    async def read(self) -> list[Event]:
+        """Everything new, waiting for something. Raises RuntimeError after the terminal event or close()."""
+        while True:
+            if self._closed or self._cursor.done:
+                raise RuntimeError("this reader has ended")
+            events = self._cursor.take()
+            if events:
+                return events
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def close(self) -> None:
+        """The reader is gone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._log.unsubscribe(self._wake)
+        self._wake()
+        self._on_close(self)
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

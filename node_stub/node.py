@@ -1,0 +1,276 @@
+"""A node without its transport: the rules, the engine, the runs between them, faults and the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from node_stub.engine import Engine, Finish, Load, Pace
+from node_stub.faults import Fault, Faults, ReportLies
+from node_stub.journal import Entry, Journal
+from node_stub.rules import (
+    Admission,
+    Append,
+    Assign,
+    CancelOutcome,
+    Fenced,
+    Generate,
+    Limits,
+    NodeRules,
+    Owner,
+    Refusal,
+    Stopped,
+)
+from node_stub.runs import Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """Who the node is. An empty `fleet_id` serves any fleet."""
+
+    identity: str
+    incarnation: str
+    fleet_id: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    inline_bind: bool = True
+    engine_options: bool = False
+    limits: Limits = field(default_factory=Limits)
+    gpu_memory_bytes: int = 24 * 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Load at one moment; the fields are those of fleet.v1.CapacityReport."""
+
+    gpu_memory_bytes: int
+    gpu_memory_free_bytes: int
+    host_memory_bytes: int
+    active_sessions: int
+    max_sessions: int
+    max_context_tokens: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    lanes_active: int
+    max_lanes: int
+    queue_depth: int
+    own_lanes_active: int
+    own_queue_depth: int
+    decode_tokens_per_s: int
+    prefill_tokens_per_s: int
+    sampled_at_ms: int
+
+
+class Node:
+    """Executes commands. All calls on one event loop; `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self, settings: NodeSettings, engine: Engine, faults: Faults, clock: Callable[[], float]
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.faults = faults
+        self.journal = Journal()
+        total = engine.load().kv_blocks_total
+        self.rules = NodeRules(engine.models, replace(settings.limits, kv_blocks_total=total))
+        self._clock = clock
+        self._started_s = clock()
+        self._runs: dict[tuple[str, int, str], Run] = {}
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_ms: int | None = None
+        self._host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def now_ms(self) -> int:
+        """Milliseconds since the node started."""
+        return int((self._clock() - self._started_s) * 1000)
+
+    async def run(self) -> None:
+        """Let the engine work until cancelled. Raises what made the engine fail."""
+        try:
+            await self.engine.run(lambda: self.rules.context_blocks)
+        finally:
+            if self._expiry:
+                self._expiry.cancel()
+
+    # ------------------------------------------------------------------------------------------ commands
+
+    def assign(self, command: Assign) -> Refusal | None:
+        refusal = self.rules.assign(command, self.now_ms())
+        self._record("assign", command.session_id, command.epoch, refusal)
+        return refusal
+
+    def append(self, command: Append) -> Refusal | None:
+        refusal = self.rules.append(command, self.now_ms())
+        self._record("append", command.session_id, command.epoch, refusal)
+        return refusal
+
+    def start(self, command: Generate) -> Run | Refusal:
+        """Admit a Generate (its Assign and Append already executed) and hand it to the engine."""
+        reply = self.rules.generate(command, self.now_ms())
+        if isinstance(reply, Admission):
+            return self._launch(reply)
+        entry = self._record("generate", command.session_id, command.epoch, reply)
+        entry.generation_id, entry.ended_ms = command.generation_id, entry.at_ms
+        return reply
+
+    def refuse_rest(self, command: Generate, refusal: Refusal) -> None:
+        self.rules.refuse_rest(command, refusal)
+
+    def cancel(self, session_id: str, epoch: int, generation_id: str) -> CancelOutcome:
+        outcome = self.rules.cancel(session_id, epoch, generation_id, self.now_ms())
+        self._record("cancel", session_id, epoch, outcome.refusal).generation_id = generation_id
+        run = self._runs.get((session_id, epoch, generation_id))
+        if run and outcome.was_running:
+            self._cancel(run, Finish.CANCELLED)
+        return outcome
+
+    def revoke(self, session_id: str, epoch: int) -> Refusal | None:
+        refusal = self.rules.revoke(session_id, epoch, self.now_ms())
+        self._record("revoke", session_id, epoch, refusal)
+        return refusal
+
+    def renew_lease(self, owner: Owner, lease_ms: int) -> tuple[bool, int]:
+        """Whether the lease runs again, and how many of the owner's sessions live."""
+        renewed = self.rules.renew_lease(owner, lease_ms, self.now_ms())
+        self._settle()
+        outcome = "done" if renewed else "expired"
+        self.journal.add(Entry("lease", "", owner.term << 32, self.now_ms(), outcome))
+        return renewed, self.rules.live_sessions(owner)
+
+    # ---------------------------------------------------------------------------------------------- runs
+
+    def may_send(self, run: Run) -> bool:
+        """Ask the rules before a message of the run is sent; if not, the run now holds their refusal."""
+        refusal = self.rules.judge_emission(*run.key[:2], self.now_ms())
+        self._settle()
+        if refusal:
+            self.stop(run, refusal)
+        return refusal is None
+
+    def stop(self, run: Run, refusal: Refusal) -> None:
+        """End a run with a refusal."""
+        run.refuse(refusal)
+        self.engine.cancel(run.job)
+
+    def abandon(self, run: Run) -> None:
+        """Its call is over. If the run was not, that is a cancel."""
+        if not run.ended:
+            self._cancel(run, Finish.CANCELLED)
+
+    def _launch(self, admission: Admission) -> Run:
+        now_ms = self.now_ms()
+        entry = Entry("generate", admission.session_id, admission.epoch, now_ms, "running")
+        entry.generation_id = admission.generation_id
+        entry.prompt_tokens = len(admission.prompt_token_ids)
+        owner = self.rules.owner_of(admission.session_id)
+        if owner is None:
+            raise AssertionError("an admitted run has a session")
+        run = Run(admission, owner, self.journal.add(entry), self.now_ms, self._left)
+        self._runs[run.key] = run
+        if admission.max_wall_ms:
+            loop = asyncio.get_running_loop()
+            wall_s = admission.max_wall_ms / 1000
+            run.deadline = loop.call_later(wall_s, self._cancel, run, Finish.WALL_CLOCK)
+        self._settle()
+        self.engine.submit(run.job)
+        return run
+
+    def _cancel(self, run: Run, finish: Finish) -> None:
+        if run.ended:
+            return
+        if finish is Finish.CANCELLED and run.entry.cancel_seen_ms is None:
+            run.entry.cancel_seen_ms = self.now_ms()
+        run.want(finish)
+        self.engine.cancel(run.job)
+
+    def _left(self, run: Run) -> None:
+        if run.deadline:
+            run.deadline.cancel()
+        self._runs.pop(run.key, None)
+        self.rules.ended(*run.key)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def report(self, owner: Owner | None = None) -> Report:
+        """The load now, as it is."""
+        load: Load = self.engine.load(owner)
+        used = self.rules.context_blocks + load.run_blocks
+        total = load.kv_blocks_total
+        gpu_bytes = self.settings.gpu_memory_bytes
+        windows = [model.max_context_tokens for model in self.rules.models()]
+        return Report(
+            gpu_memory_bytes=gpu_bytes,
+            gpu_memory_free_bytes=gpu_bytes * max(0, total - used) // total if total else 0,
+            host_memory_bytes=self._host_memory_bytes,
+            active_sessions=self.rules.live_sessions(),
+            max_sessions=self.settings.limits.max_sessions,
+            max_context_tokens=0 if 0 in windows else max(windows),
+            kv_blocks_used=used,
+            kv_blocks_total=total,
+            lanes_active=load.lanes_active,
+            max_lanes=load.max_lanes,
+            queue_depth=load.queue_depth,
+            own_lanes_active=load.own_lanes_active,
+            own_queue_depth=load.own_queue_depth,
+            decode_tokens_per_s=load.decode_tokens_per_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            sampled_at_ms=self.now_ms(),
+        )
+
+    def report_told(self, owner: Owner | None = None) -> Report:
+        """The load as reports tell it: with the lies that are set."""
+        lies = self.faults.lies
+        told = {
+            name: value
+            for name in ReportLies.__dataclass_fields__
+            if name != "silent" and (value := getattr(lies, name)) is not None
+        }
+        return replace(self.report(owner), **told)
+
+    def set_faults(self, faults: list[Fault], lies: ReportLies, slow_down: float) -> None:
+        """Replace faults, lies and pace. Raises FaultError, changing nothing."""
+        self.faults.arm(faults)
+        self.faults.lies = lies
+        self.faults.slow_down = slow_down
+        self.engine.set_pace(Pace(slow_down))
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _record(self, kind: str, session_id: str, epoch: int, refusal: Refusal | None) -> Entry:
+        self._settle()
+        outcome = refusal.code.name if refusal else "done"
+        return self.journal.add(Entry(kind, session_id, epoch, self.now_ms(), outcome))
+
+    def _settle(self) -> None:
+        """Carry out what the rules decided, and wake when the next lease runs out."""
+        for effect in self.rules.take_effects():
+            match effect:
+                case Fenced():
+                    log.warning("lease ran out: session %s fenced", effect.session_id)
+                    entry = Entry("fence", effect.session_id, effect.epoch, self.now_ms(), "done")
+                    self.journal.add(entry)
+                case Stopped():
+                    run = self._runs.get((effect.session_id, effect.epoch, effect.generation_id))
+                    if run:
+                        self.stop(run, effect.refusal)
+        self._arm_expiry()
+
+    def _arm_expiry(self) -> None:
+        due_ms = self.rules.next_expiry_ms
+        if self._expiry:
+            if due_ms == self._expiry_ms:
+                return
+            self._expiry.cancel()
+        self._expiry, self._expiry_ms = None, due_ms
+        if due_ms is not None:
+            delay_s = max(0.0, (due_ms - self.now_ms()) / 1000)
+            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self.rules.expire(self.now_ms())
+        self._settle()

@@ -1,0 +1,135 @@
+"""Sends a run's messages, and lets the faults strike between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from node_stub.calls import Call
+from node_stub.faults import Action, Fault, Hazards, Point
+from node_stub.node import Node
+from node_stub.rules import Code, Refusal
+from node_stub.runs import Run, Step
+
+# What was written must be at the peer before the process is killed or stopped. A write returns when the
+# message has been handed to the socket; the rest is the kernel's, and this leaves it room.
+_FLUSH_S = 0.05
+
+Write = Callable[[Step, int], Awaitable[None]]
+
+
+class LinkDropped(Exception):
+    """The connection is to be dropped: abort the call."""
+
+
+class Striker:
+    """Carries out faults."""
+
+    def __init__(self, node: Node, hazards: Hazards, break_connection: Callable[[str], None]) -> None:
+        self._node = node
+        self._hazards = hazards
+        self._break_connection = break_connection
+
+    async def on_command(self, point: Point, session_id: str, call: Call) -> Refusal | None:
+        """Let what is due at this point of a command strike. Raises LinkDropped."""
+        struck: set[int] = set()
+        while fault := self._node.faults.take(point, session_id, struck=struck):
+            match fault.action:
+                case Action.DELAY:
+                    await asyncio.sleep(fault.delay_ms / 1000)
+                case Action.REFUSE | Action.ENGINE_ERROR:
+                    return refusal_of(fault)
+                case _:
+                    await self.on_process(fault, call)
+        return None
+
+    async def on_run(self, fault: Fault, run: Run, call: Call, write: Write) -> None:
+        """Let a fault strike in a run. Raises LinkDropped."""
+        match fault.action:
+            case Action.DELAY:
+                await _any_of(run.stopped(), asyncio.sleep(fault.delay_ms / 1000))
+            case Action.STALL:
+                run.job.held = True
+                await run.stopped()
+            case Action.REFUSE | Action.ENGINE_ERROR:
+                self._node.stop(run, refusal_of(fault))
+            case Action.WRONG_EPOCH:
+                run.epoch_lie = 1
+            case Action.REPEAT_INDEX:
+                await write(run.repeat(), run.admission.epoch + run.epoch_lie)
+            case Action.SKIP_INDEX:
+                run.skip_token()
+            case _:
+                await self.on_process(fault, call)
+
+    async def on_process(self, fault: Fault, call: Call) -> None:
+        """Die, freeze or drop the link, once what was written before has left."""
+        await asyncio.sleep(_FLUSH_S)
+        match fault.action:
+            case Action.DIE:
+                self._hazards.die()
+            case Action.FREEZE:
+                self._hazards.freeze()
+            case Action.DROP_LINK:
+                self._break_connection(call.peer)
+                raise LinkDropped
+
+
+class Sender:
+    """One run's way to its call."""
+
+    def __init__(self, node: Node, striker: Striker, run: Run, call: Call, write: Write) -> None:
+        self._node = node
+        self._striker = striker
+        self._run = run
+        self._call = call
+        self._write = write
+
+    async def send_all(self) -> None:
+        """Send until the finish or a refusal has gone out. Raises LinkDropped."""
+        run, faults = self._run, self._node.faults
+        session_id = run.admission.session_id
+        await self._strike(Point.AFTER_GENERATE)
+        while True:
+            await self._strike(Point.AFTER_TOKENS)
+            if run.all_tokens_sent:
+                await self._strike(Point.BEFORE_FINISH)
+            await run.ready()
+            if run.dropped:
+                raise LinkDropped
+            self._node.may_send(run)
+            limit = faults.next_boundary(session_id, run.sent, run.struck)
+            with_finish = run.all_tokens_sent or not faults.expects_finish(session_id, run.struck)
+            step = run.take(limit, with_finish=with_finish)
+            if step is None:
+                continue
+            await self._write(step, run.admission.epoch + run.epoch_lie)
+            run.note_sent(step)
+            if step.finish or step.refusal:
+                return
+
+    async def _strike(self, point: Point) -> None:
+        run = self._run
+        while not run.ended or point is not Point.AFTER_GENERATE:
+            fault = self._node.faults.take(
+                point, run.admission.session_id, sent=run.sent, struck=run.struck
+            )
+            if fault is None:
+                return
+            await self._striker.on_run(fault, run, self._call, self._write)
+
+
+def refusal_of(fault: Fault) -> Refusal:
+    """The refusal that REFUSE or ENGINE_ERROR gives."""
+    code = Code.ENGINE_ERROR if fault.action is Action.ENGINE_ERROR else fault.refusal_code
+    return Refusal(code or Code.ENGINE_ERROR, detail="a fault that was asked for")
+
+
+async def _any_of(*waits: Awaitable[object]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

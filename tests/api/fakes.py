@@ -1,0 +1,326 @@
+"""A head that answers as told, and what the edge's tests make of it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.events import (
+    Accepted,
+    Event,
+    Finished,
+    FinishReason,
+    Started,
+    Timings,
+    Tokens,
+)
+from fleet_service.domain.node_types import Feature, ModelInfo, NodeState, Report
+from fleet_service.domain.placement import Verdict
+from fleet_service.domain.session_table import SessionState
+from fleet_service.domain.specs import GenerationSpec, SessionSpec
+from fleet_service.runtime.views import (
+    CancelOutcome,
+    CancelResult,
+    Explanation,
+    ModelSummary,
+    NodeInfo,
+    ProbeResult,
+    RequestKey,
+    SessionView,
+)
+
+MODEL = ModelInfo("toy", "r1", 1000, frozenset({2, 1}), 4096)
+TIMINGS = Timings(queued_s=0.001, first_token_s=0.25, total_s=1.5, longest_gap_s=0.3)
+FINISHED = Finished(FinishReason.LENGTH, context_tokens=3, output_tokens=4, attempts=1, timings=TIMINGS)
+STORY: tuple[Event, ...] = (
+    Accepted("gen-1", "s1"),
+    Started("node-a", 7),
+    Tokens(0, [10, 11]),
+    Tokens(2, [12, 13]),
+    FINISHED,
+)
+SESSION = SessionView(
+    session_id="s1",
+    spec=SessionSpec("toy", node_selector={"zone": "eu"}),
+    state=SessionState.BOUND,
+    context_length=3,
+    context_crc32=0xDEADBEEF,
+    node="node-a",
+    epoch=7,
+    generation_id="",
+    created_at=1_700_000_000.25,
+    last_used_at=1_700_000_001.5,
+)
+NODE = NodeInfo(
+    name="node-a",
+    address="10.0.0.1:8454",
+    incarnation="run-1",
+    state=NodeState.UP,
+    state_detail="",
+    cordoned=True,
+    cordon_note="disk",
+    reports_stale=False,
+    labels={"zone": "eu"},
+    models=(MODEL,),
+    features=frozenset({Feature.INLINE_BIND}),
+    report=Report(kv_blocks_used=3, kv_blocks_total=10, max_lanes=4),
+    report_age_s=0.5,
+    lanes=4,
+    sessions=2,
+    running=1,
+    queued=1,
+    reservations=2,
+    outbox=0,
+    failures={"LINK_LOST": 2},
+    last_seen_at=1_700_000_002.0,
+)
+VERDICT = Verdict(
+    node="node-a",
+    eligible=True,
+    left_out="",
+    eta_ms=812,
+    ahead=2,
+    decode_tokens_per_s=20,
+    prefill_tokens_per_s=200,
+    kv_used_pct=30,
+    sessions=2,
+    reservations=1,
+    max_context_tokens=4096,
+    report_age_ms=500,
+)
+
+
+class FakeReader:
+    """Gives the batches it has, then waits for ever; remembers that it was closed."""
+
+    def __init__(self, batches: Sequence[Sequence[Event]]) -> None:
+        self._batches = [list(batch) for batch in batches]
+        self.closed = asyncio.Event()
+        self.closed_times = 0
+
+    async def read(self) -> list[Event]:
+        if not self._batches:
+            await asyncio.Event().wait()
+        return self._batches.pop(0)
+
+    def close(self) -> None:
+        self.closed_times += 1
+        self.closed.set()
+
+
+class EndlessReader(FakeReader):
+    """Always has more, as much as is read."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self._next_index = 0
+
+    async def read(self) -> list[Event]:
+        tokens = Tokens(self._next_index, [2**31] * 4096)
+        self._next_index += 4096
+        return [tokens]
+
+
+class BrokenReader(FakeReader):
+    """Fails while it is read, as nothing should."""
+
+    async def read(self) -> list[Event]:
+        raise RuntimeError("secret of the reader")
+
+
+class FakeGeneration:
+    generation_id = "gen-1"
+    session_id = "s1"
+
+    def __init__(self, reader: FakeReader) -> None:
+        self.reader = reader
+        self.attached_at: int | None = None
+        self.length: int | None = None
+
+    def attach(self, from_index: int = 0) -> FakeReader:
+        if self.length is not None and from_index > self.length:
+            raise FleetError(
+                Reason.INDEX_OUT_OF_RANGE,
+                f"generation gen-1 has {self.length} tokens, not {from_index}",
+                metadata={"fromIndex": str(from_index), "tokens": str(self.length)},
+            )
+        self.attached_at = from_index
+        return self.reader
+
+
+class FakeHead:
+    """Raises errors[method] where it is set; otherwise gives the canned answer and keeps the arguments."""
+
+    books_balance = True
+
+    def __init__(self) -> None:
+        self.errors: dict[str, Exception] = {}
+        self.calls: dict[str, tuple[Any, ...]] = {}
+        self.generation = FakeGeneration(FakeReader([STORY[:1], STORY[1:3], STORY[3:]]))
+        self.context: Sequence[int] = [5, 6, 7]
+        self.cancel_result = CancelResult(CancelOutcome.HELD, None)
+        self.explanation = Explanation("load-aware", "node-a", None, [VERDICT])
+
+    def _take(self, method: str, *arguments: Any) -> None:
+        self.calls[method] = arguments
+        if method in self.errors:
+            raise self.errors[method]
+
+    async def create_session(
+        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None
+    ) -> SessionView:
+        self._take("create_session", session_id, spec, token_ids, key)
+        return SESSION
+
+    def get_session(self, session_id: str) -> SessionView:
+        self._take("get_session", session_id)
+        return SESSION
+
+    def context_of(self, session_id: str) -> Sequence[int]:
+        self._take("context_of", session_id)
+        return self.context
+
+    def list_sessions(
+        self, page_size: int, page_token: str, state: SessionState | None, node: str
+    ) -> tuple[list[SessionView], str]:
+        self._take("list_sessions", page_size, page_token, state, node)
+        return [SESSION], "more"
+
+    async def append_tokens(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        expected_length: int | None,
+        truncate_to: int | None,
+        key: RequestKey | None,
+    ) -> SessionView:
+        self._take("append_tokens", session_id, token_ids, expected_length, truncate_to, key)
+        return SESSION
+
+    async def park_session(self, session_id: str) -> SessionView:
+        self._take("park_session", session_id)
+        return SESSION
+
+    async def resume_session(self, session_id: str) -> SessionView:
+        self._take("resume_session", session_id)
+        return SESSION
+
+    async def finish_session(self, session_id: str) -> SessionView:
+        self._take("finish_session", session_id)
+        return SESSION
+
+    async def generate(
+        self,
+        session_id: str,
+        generation_id: str,
+        spec: GenerationSpec,
+        key: RequestKey | None,
+        trace: object | None,
+    ) -> FakeGeneration:
+        self._take("generate", session_id, generation_id, spec, key, trace)
+        return self.generation
+
+    async def complete(
+        self,
+        spec: SessionSpec,
+        token_ids: Sequence[int],
+        generation_spec: GenerationSpec,
+        generation_id: str,
+        key: RequestKey | None,
+        trace: object | None,
+    ) -> FakeGeneration:
+        self._take("complete", spec, token_ids, generation_spec, generation_id, key, trace)
+        return self.generation
+
+    def find_generation(self, generation_id: str) -> FakeGeneration:
+        self._take("find_generation", generation_id)
+        return self.generation
+
+    async def cancel_generation(self, generation_id: str) -> CancelResult:
+        self._take("cancel_generation", generation_id)
+        return self.cancel_result
+
+    def list_models(self) -> list[ModelSummary]:
+        self._take("list_models")
+        return [ModelSummary(MODEL, 1, 2)]
+
+    def list_nodes(self) -> list[NodeInfo]:
+        self._take("list_nodes")
+        return [NODE]
+
+    def get_node(self, ref: str) -> NodeInfo:
+        self._take("get_node", ref)
+        return NODE
+
+    async def probe_nodes(self, refs: Sequence[str]) -> list[ProbeResult]:
+        self._take("probe_nodes", refs)
+        return [ProbeResult("node-a", "10.0.0.1:8454", True, "", "node-a", (MODEL,), 0.012)]
+
+    async def add_node(self, address: str) -> NodeInfo:
+        self._take("add_node", address)
+        return NODE
+
+    async def remove_node(self, ref: str) -> NodeInfo:
+        self._take("remove_node", ref)
+        return NODE
+
+    def cordon_node(self, ref: str, note: str) -> NodeInfo:
+        self._take("cordon_node", ref, note)
+        return NODE
+
+    def uncordon_node(self, ref: str) -> NodeInfo:
+        self._take("uncordon_node", ref)
+        return NODE
+
+    def explain_placement(self, session_id: str, spec: SessionSpec | None, prompt_tokens: int) -> Explanation:
+        self._take("explain_placement", session_id, spec, prompt_tokens)
+        return self.explanation
+
+
+def not_found(what: str = "session", name: str = "s1") -> FleetError:
+    reason = {"session": Reason.SESSION_NOT_FOUND, "node": Reason.NODE_NOT_FOUND}[what]
+    key = {"session": "sessionId", "node": "node"}[what]
+    return FleetError(reason, f"no {what} {name}", metadata={key: name})
+
+
+class Caught:
+    """An error as a client got it."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        self.code = error.code()
+        self.text = error.details() or ""
+        self.trailers = dict(error.trailing_metadata())
+        self.status = status_pb2.Status()
+        raw = self.trailers.get("grpc-status-details-bin", b"")
+        assert isinstance(raw, bytes)
+        self.status.ParseFromString(raw)
+        self.details: dict[str, Any] = {}
+        for packed in self.status.details:
+            name = packed.type_url.rpartition(".")[2]
+            message: Message = getattr(error_details_pb2, name)()
+            assert packed.Unpack(message)
+            assert name not in self.details, "one detail of each type"
+            self.details[name] = message
+
+    @property
+    def reason(self) -> str:
+        info: error_details_pb2.ErrorInfo = self.details["ErrorInfo"]
+        assert info.domain == "fleet.v1"
+        return info.reason
+
+
+async def refusal_of(call: Any) -> Caught:
+    """Run a call, unary or streaming, that must fail, and take its error apart."""
+    try:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return Caught(error)
+    raise AssertionError("the call was answered")

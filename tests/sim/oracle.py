@@ -1,0 +1,296 @@
+"""The checks that go on while a simulation runs: what nodes execute, how generations go, and how they end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fleet_service.domain.commands import Run
+from fleet_service.domain.errors import Reason
+from fleet_service.domain.events import Finished, FinishReason, Moved
+from fleet_service.domain.placement import Verdict
+from fleet_service.runtime.observer import AttemptTrace, GenerationInfo, GenerationTrace
+from node_stub import rules
+from node_stub.reference import effective_seed
+from tests.sim.nodes import SimMachine, SimProcess
+from tests.sim.records import Plan, Record, right_end
+from tests.sim.story import Story
+
+# Failures after which a further attempt costs nothing (rule 7).
+FREE_FAILURES = frozenset({"busy", "fenced", "rebalanced", "evicted", "context_too_long"})
+MAX_ATTEMPTS = 3
+MAX_KILLS_AT_ONE_INDEX = 2
+# How long after a disturbance of a node its effects may last: silence, a redial, a command's timeout.
+AFTERMATH_S = 12.0
+
+
+@dataclass(slots=True)
+class Trouble:
+    """What befell one node: for each kind, when last; `until_s` is when the last that lasts is over."""
+
+    last_s: float = -1e9
+    losses: list[float] = field(default_factory=list)
+    count: int = 0
+    lasting: int = 0
+
+    def quiet(self, now_s: float, aftermath_s: float = AFTERMATH_S) -> bool:
+        return self.lasting == 0 and now_s - self.last_s > aftermath_s
+
+
+class Oracle:
+    """Collects violations. It is the head's observer and the nodes' overseer."""
+
+    def __init__(self, clock: Callable[[], float], story: Story, on_violation: Callable[[], None]) -> None:
+        self._clock = clock
+        self._on_violation = on_violation
+        self.story = story
+        self.violations: list[str] = []
+        self.records: dict[str, Record] = {}
+        self.troubles: dict[str, Trouble] = {}
+        self.wire_trouble = Trouble()
+        self.struck_kinds: Counter[str] = Counter()
+        self.finishes: Counter[FinishReason] = Counter()
+        self.moves = 0
+
+    def violation(self, text: str) -> None:
+        self.violations.append(f"at {self._clock():.4f} s: {text}")
+        self.story.note("* VIOLATION %s", text)
+        self._on_violation()
+
+    def trouble_of(self, node: str) -> Trouble:
+        return self.troubles.setdefault(node, Trouble())
+
+    def record_of(self, generation_id: str) -> Record | None:
+        return self.records.get(generation_id)
+
+    # The head's observer
+
+    def generation_started(self, info: GenerationInfo, parent: object | None) -> GenerationTrace:
+        now_s = self._clock()
+        if not isinstance(parent, Plan):
+            self.violation(f"{info.generation_id} was started, and no caller asked for it")
+            raise AssertionError(info)
+        if info.generation_id in self.records:
+            self.violation(f"{info.generation_id} was started twice")
+        if any(record.plan is parent for record in self.records.values()):
+            self.violation(f"{info.generation_id} is a second generation of one request")
+        record = Record(
+            info.generation_id, info.session_id, parent, now_s, parent.seed, info.max_new_tokens
+        )
+        self.records[info.generation_id] = record
+        wanted = (len(parent.context), parent.max_new_tokens, parent.wall_s)
+        if (info.context_tokens, info.max_new_tokens, info.max_wall_s) != wanted and (
+            len(parent.context) + info.max_new_tokens not in parent.windows
+        ):
+            self.violation(f"{info} is not what was asked for: {wanted}")
+        self.story.note(
+            "%s of %s (%s) accepted: %d context tokens, at most %d new, %.2f s",
+            info.generation_id, info.session_id, parent.session_label, info.context_tokens,
+            info.max_new_tokens, info.max_wall_s,
+        )  # fmt: skip
+        return _GenerationWatch(self, record)
+
+    # The nodes' overseer
+
+    def run_admitted(self, process: SimProcess, run: Run, admission: rules.Admission) -> None:
+        node, record = process.machine.profile.name, self.records.get(run.generation_id)
+        if record is None:
+            self.violation(f"{node} was asked for {run.generation_id}, which nobody asked the head for")
+            return
+        record.admitted.append((node, run.first_index))
+        seed = effective_seed(admission.sampling.temperature, admission.sampling.seed)
+        if record.seed is None:
+            record.seed = seed
+            if seed == 0:
+                self.violation(f"{run.generation_id} is sampled without a seed")
+        elif record.seed != seed:
+            self.violation(f"{run.generation_id} runs on {node} with seed {seed}, not {record.seed}")
+        expected = record.expected
+        assert expected is not None
+        right = (*record.plan.context, *expected.token_ids[: run.first_index])
+        if tuple(admission.prompt_token_ids) != right:
+            self.violation(
+                f"{run.generation_id} runs on {node} on a wrong context: "
+                f"{_difference(tuple(admission.prompt_token_ids), right)}"
+            )
+        if run.first_index + run.max_new_tokens > record.limit:
+            self.violation(f"{run.generation_id} may give {run.max_new_tokens} more after {run.first_index}")
+        if run.first_index >= len(expected.token_ids):
+            self.violation(f"{run.generation_id} runs on {node}, and all of its output was delivered")
+        self._check_binding(process, run)
+        self.story.note(
+            "%s: %s admitted, epoch %d, from index %d", node, run.generation_id, run.epoch & 0xFFFFFFFF,
+            run.first_index,
+        )  # fmt: skip
+
+    def _check_binding(self, process: SimProcess, run: Run) -> None:
+        for holding in process.rules.holdings():
+            if holding.session_id == run.session_id and holding.context_length != run.context_length:
+                self.violation(
+                    f"{run.session_id} holds {holding.context_length} tokens, not {run.context_length}"
+                )
+
+    def struck(self, machine: SimMachine, fault: str, generation_id: str) -> None:
+        """A fault happened to a node, at once over."""
+        name = machine.profile.name
+        self.story.note("* %s: %s %s", name, fault, f"({generation_id})" if generation_id else "")
+        self.struck_kinds[fault] += 1
+        trouble = self.trouble_of(name)
+        trouble.last_s = self._clock()
+        trouble.count += 1
+        if "die" in fault or "kill" in fault or "link" in fault or "stopped" in fault:
+            trouble.losses.append(self._clock())
+        record = self.records.get(generation_id)
+        if record is not None and "engine" in fault:
+            record.engine_failures += 1
+        if record is not None and "kills" in fault:
+            first_index = next((i for node, i in reversed(record.admitted) if node == name), 0)
+            assert record.plan.kills_at is not None
+            record.kills.append((first_index, record.plan.kills_at))
+            at_once = sum(1 for first, index in record.kills if first == index)
+            if at_once > MAX_KILLS_AT_ONE_INDEX:
+                self.violation(f"{generation_id} has killed {at_once} nodes at one index")
+
+    def lasts(self, node: str, change: int) -> None:
+        """A disturbance that lasts has begun (+1) or ended (-1)."""
+        trouble = self.trouble_of(node)
+        trouble.lasting += change
+        trouble.last_s = self._clock()
+        trouble.count += 1
+        trouble.losses.append(self._clock())
+
+    def engine_fails_at(self, generation_id: str) -> int | None:
+        record = self.records.get(generation_id)
+        return None if record is None else record.plan.engine_fails_at
+
+    def kills_at(self, generation_id: str) -> int | None:
+        record = self.records.get(generation_id)
+        return None if record is None else record.plan.kills_at
+
+    # Ends
+
+    def ended(self, record: Record, finished: Finished) -> None:
+        now_s = self._clock()
+        self.finishes[finished.reason] += 1
+        cause = f" ({finished.error.reason})" if finished.error else ""
+        self.story.note(
+            "%s finished: %s%s after %d tokens, %d attempts", record.generation_id, finished.reason.value,
+            cause, finished.output_tokens, finished.attempts,
+        )  # fmt: skip
+        if record.finished is not None:
+            self.violation(f"{record.generation_id}: a second terminal event, {finished}")
+            return
+        record.finished, record.finished_s = finished, now_s
+        wrong = right_end(record, finished, now_s) or self._wrong_error(record, finished)
+        if wrong is not None:
+            self.violation(f"{record.generation_id} {wrong}")
+        if finished.attempts != record.attempts:
+            self.violation(f"{record.generation_id} says {finished.attempts} attempts of {record.attempts}")
+
+    def _wrong_error(self, record: Record, finished: Finished) -> str | None:
+        """Whether what befell the generation explains its ERROR (rule 7)."""
+        if finished.error is None:
+            return None
+        reason, classes = finished.error.reason, [kind for _, kind, _ in record.failures]
+        match reason:
+            case Reason.POISON_REQUEST:
+                if self.losses_since(record.accepted_s) < 2:
+                    return "is called poison, and fewer than two nodes were lost"
+            case Reason.ATTEMPTS_EXHAUSTED:
+                costly = [kind for kind in classes if kind not in FREE_FAILURES]
+                if len(costly) < MAX_ATTEMPTS:
+                    return f"gave up after {classes}"
+            case Reason.ENGINE_ERROR:
+                if record.engine_failures == 0:
+                    return "ended with ENGINE_ERROR, and no engine failed"
+            case Reason.NODE_LOST:
+                if not record.plan.replay_never:
+                    return "ended with NODE_LOST, and it may be replayed"
+            case Reason.NO_ELIGIBLE_NODE | Reason.FLEET_SATURATED | Reason.CONTEXT_TOO_LONG:
+                return None  # judged by the world, which knows the nodes
+            case _:
+                return f"ended with {reason}"
+        return None
+
+    def losses_since(self, since_s: float) -> int:
+        """Losses of nodes that a generation accepted then may have met."""
+        return sum(
+            1
+            for trouble in self.troubles.values()
+            for at_s in trouble.losses
+            if at_s > since_s - AFTERMATH_S
+        ) + sum(1 for at_s in self.wire_trouble.losses if at_s > since_s - AFTERMATH_S)
+
+    def attempt_over(self, record: Record, node: str, failure: str | None, index: int) -> None:
+        if failure is None:
+            return
+        record.failures.append((node, failure, index))
+        without_progress = 0
+        for _, kind, at_index in reversed(record.failures):
+            if at_index != index:
+                break
+            without_progress += kind not in FREE_FAILURES
+        # The attempt that reached this index is the first of those that did not get past it.
+        if without_progress > MAX_ATTEMPTS + (1 if index > 0 else 0):
+            self.violation(f"{record.generation_id} had {without_progress} attempts at index {index}")
+
+
+class _AttemptWatch:
+    """The runtime's AttemptTrace."""
+
+    def __init__(self, watch: _GenerationWatch, node: str, next_index: int) -> None:
+        self._watch = watch
+        self._node = node
+        self._next_index = next_index
+
+    def carrier(self) -> Mapping[str, str]:
+        return {}
+
+    def ended(self, failure: str | None, tokens: int) -> None:
+        watch = self._watch
+        watch.oracle.story.note(
+            "%s: attempt on %s ended (%s) with %d tokens", watch.record.generation_id, self._node,
+            failure or "no failure", tokens,
+        )  # fmt: skip
+        watch.oracle.attempt_over(watch.record, self._node, failure, self._next_index + tokens)
+
+
+class _GenerationWatch:
+    """The runtime's GenerationTrace."""
+
+    def __init__(self, oracle: Oracle, record: Record) -> None:
+        self.oracle = oracle
+        self.record = record
+
+    def placed(self, node: str, verdicts: Callable[[], Sequence[Verdict]]) -> None:
+        self.oracle.story.note("%s placed on %s", self.record.generation_id, node)
+
+    def attempt_started(self, node: str, epoch: int, number: int, next_index: int) -> AttemptTrace:
+        record = self.record
+        record.attempts += 1
+        if record.finished is not None:
+            self.oracle.violation(f"{record.generation_id} is tried on {node} after its end")
+        self.oracle.story.note(
+            "%s: attempt %d on %s, epoch %d, from index %d", record.generation_id, number, node,
+            epoch & 0xFFFFFFFF, next_index,
+        )  # fmt: skip
+        return _AttemptWatch(self, node, next_index)
+
+    def first_token(self) -> None:
+        return
+
+    def moved(self, event: Moved) -> None:
+        self.oracle.moves += 1
+        self.oracle.story.note(
+            "%s moved from %s to %s: %s", self.record.generation_id, event.from_node, event.to_node,
+            event.cause.value,
+        )  # fmt: skip
+
+    def finished(self, event: Finished) -> None:
+        self.oracle.ended(self.record, event)
+
+
+def _difference(got: tuple[int, ...], right: tuple[int, ...]) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+    return f"{len(got)} tokens, right are {len(right)}; the first difference is at {at}: {got[at : at + 4]}"

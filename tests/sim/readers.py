@@ -1,0 +1,110 @@
+"""Simulated readers of a generation: prompt, slow, late, leaving and coming back; all must get the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from fleet_service.domain.specs import OnDisconnect
+from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.head import Head
+from tests.sim.oracle import Oracle
+from tests.sim.records import Plan, Record, Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingHabits:
+    """How a generation is read. Times in seconds."""
+
+    pace_s: float  # between reads of the first reader
+    leave_at: int | None  # index at which the first reader goes away
+    away_s: float
+    comes_back: bool
+    others: tuple[tuple[float, float], ...]  # further readers: when they attach, their pace
+    cancel_after_s: float | None
+
+
+def pick_habits(rng: random.Random, plan: Plan) -> ReadingHabits:
+    leaves = rng.random() < 0.2
+    away_s = rng.random() * 3.0
+    comes_back = plan.spec.on_disconnect is OnDisconnect.CONTINUE or away_s < plan.grace_s
+    return ReadingHabits(
+        pace_s=rng.choice([0.0, 0.0, 0.0, 0.3, 1.5]),
+        leave_at=rng.randint(0, plan.max_new_tokens) if leaves else None,
+        away_s=away_s,
+        comes_back=comes_back,
+        others=tuple(
+            (rng.random() * 4.0, rng.choice([0.0, 0.0, 0.5, 2.0])) for _ in range(rng.choice([0, 0, 1, 2]))
+        ),
+        cancel_after_s=rng.choice([0.0, rng.random() * 0.2, rng.random() * 4.0])
+        if rng.random() < 0.15
+        else None,
+    )
+
+
+async def read_along(
+    oracle: Oracle, head: Head, generation: Generation, record: Record, habits: ReadingHabits, rng: random.Random
+) -> None:
+    """All readers of one generation, until each has its terminal event and the generation its end."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_first(oracle, head, generation, record, habits))
+        for number, (after_s, pace_s) in enumerate(habits.others):
+            group.create_task(_another(oracle, head, record, number, after_s, pace_s, rng.random()))
+
+
+async def _first(
+    oracle: Oracle, head: Head, generation: Generation, record: Record, habits: ReadingHabits
+) -> None:
+    reader = Transcript(record, "first reader", 0, oracle.violation)
+    await _read(generation, record, reader, habits.pace_s, habits.leave_at)
+    if reader.finished is not None:
+        return
+    oracle.story.note("%s: its first reader leaves at %d", record.generation_id, reader.next_index)
+    if habits.comes_back:
+        await asyncio.sleep(habits.away_s)
+        rest = Transcript(record, "first reader again", reader.next_index, oracle.violation)
+        await _read(head.find_generation(record.generation_id), record, rest, habits.pace_s, None)
+        return
+    # Nobody may be left to read; the end must come all the same.
+    last = Transcript(record, "reader of the end", 0, oracle.violation)
+    await _until_finished(record)
+    await _read(head.find_generation(record.generation_id), record, last, 0.0, None)
+
+
+async def _another(
+    oracle: Oracle, head: Head, record: Record, number: int, after_s: float, pace_s: float, where: float
+) -> None:
+    await asyncio.sleep(after_s)
+    generation = head.find_generation(record.generation_id)
+    from_index = int(where * (generation.log.visible + 1)) if where < 0.7 else 0
+    reader = Transcript(record, f"reader {number + 2} from {from_index}", from_index, oracle.violation)
+    await _read(generation, record, reader, pace_s, None)
+
+
+async def _until_finished(record: Record) -> None:
+    """The generation's own timers end it; a fault of the head is caught by the time limit of the world."""
+    while record.finished is None:
+        await asyncio.sleep(0.5)
+
+
+async def _read(
+    generation: Generation, record: Record, transcript: Transcript, pace_s: float, leave_at: int | None
+) -> None:
+    """Read until the terminal event, or until `leave_at`."""
+    loop = asyncio.get_running_loop()
+    reader = generation.attach(transcript.from_index)
+    record.readers_open += 1
+    record.abandoned_s = None
+    try:
+        while transcript.finished is None:
+            if leave_at is not None and transcript.next_index >= leave_at:
+                break
+            transcript.feed(await reader.read())
+            if pace_s:
+                await asyncio.sleep(pace_s)
+    finally:
+        record.readers_open -= 1
+        if record.readers_open == 0 and record.finished is None and not record.runs_on_alone:
+            record.abandoned_s = loop.time()
+        reader.close()

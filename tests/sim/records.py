@@ -1,0 +1,191 @@
+"""What the checks know of each generation: what was asked, what every reader got, and what befell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fleet_service.domain.events import Accepted, Event, Finished, FinishReason, Moved, Started, Tokens
+from fleet_service.domain.specs import GenerationSpec, OnDisconnect
+from node_stub.reference import StubModel
+from tests.sim.reference import Expected, expected_output
+
+
+@dataclass(slots=True)
+class Plan:
+    """A generation as its caller means it. `seed` is the one that counts; None = the head draws one."""
+
+    session_label: str
+    model: StubModel
+    context: tuple[int, ...]
+    spec: GenerationSpec
+    seed: int | None
+    wall_s: float
+    grace_s: float
+    windows: frozenset[int] = frozenset()  # of the nodes that serve the model, in tokens
+    replay_never: bool = False
+    engine_fails_at: int | None = None
+    kills_at: int | None = None
+
+    @property
+    def max_new_tokens(self) -> int:
+        assert self.spec.max_new_tokens is not None
+        return self.spec.max_new_tokens
+
+
+@dataclass(slots=True)
+class Record:
+    """One generation from its acceptance on. Times are virtual seconds."""
+
+    generation_id: str
+    session_id: str
+    plan: Plan
+    accepted_s: float
+    seed: int | None
+    limit: int  # of new tokens: as asked for, or what was left in the first node's window
+    finished: Finished | None = None
+    finished_s: float = 0.0
+    cancel_asked_s: float | None = None
+    session_finished_s: float | None = None
+    readers_open: int = 0
+    abandoned_s: float | None = None
+    attempts: int = 0
+    failures: list[tuple[str, str, int]] = field(default_factory=list)  # node, class, tokens had by then
+    admitted: list[tuple[str, int]] = field(default_factory=list)  # node, first index
+    kills: list[tuple[int, int]] = field(default_factory=list)  # first index of the run, index it died at
+    engine_failures: int = 0
+    _expected: Expected | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        return self.accepted_s + self.plan.wall_s
+
+    @property
+    def expected(self) -> Expected | None:
+        """None while the seed is not known."""
+        if self._expected is None and self.seed is not None:
+            plan = self.plan
+            self._expected = expected_output(
+                plan.model, self.seed, plan.context, self.limit, plan.spec.stop
+            )
+        return self._expected
+
+    @property
+    def runs_on_alone(self) -> bool:
+        return self.plan.spec.on_disconnect is OnDisconnect.CONTINUE
+
+    def cancel_is_due(self) -> bool:
+        """Whether anybody gave cause to end it as CANCELLED."""
+        return (
+            self.cancel_asked_s is not None
+            or self.session_finished_s is not None
+            or self.abandoned_s is not None
+        )
+
+
+class Transcript:
+    """What one reader got, checked as it comes (rules 1 and 5)."""
+
+    def __init__(self, record: Record, name: str, from_index: int, violation: Callable[[str], None]) -> None:
+        self.record = record
+        self.from_index = from_index
+        self.next_index = from_index
+        self.token_ids: list[int] = []
+        self.finished: Finished | None = None
+        self._name = f"{name} of {record.generation_id}"
+        self._violation = violation
+        self._seen = 0
+        self._started = False
+        self._epoch = 0
+
+    def feed(self, events: Sequence[Event]) -> None:
+        if not events:
+            self._violation(f"{self._name}: a read gave nothing")
+        for event in events:
+            self._one(event)
+            self._seen += 1
+
+    def _one(self, event: Event) -> None:
+        if self.finished is not None:
+            self._violation(f"{self._name}: {event} after the terminal event")
+        if (self._seen == 0) != isinstance(event, Accepted):
+            self._violation(f"{self._name}: event {self._seen} is {event}")
+        match event:
+            case Accepted(generation_id):
+                if generation_id != self.record.generation_id:
+                    self._violation(f"{self._name}: accepted as {generation_id}")
+            case Started(epoch=epoch):
+                if self._started:
+                    self._violation(f"{self._name}: started twice")
+                self._started, self._epoch = True, epoch
+            case Tokens():
+                self._tokens(event)
+            case Moved():
+                self._moved(event)
+            case Finished():
+                self._finish(event)
+
+    def _tokens(self, event: Tokens) -> None:
+        tokens = list(event.token_ids)
+        if event.first_index != self.next_index or not tokens:
+            self._violation(f"{self._name}: {len(tokens)} tokens at {event.first_index}, {self.next_index} was next")
+        self.next_index += len(tokens)
+        self.token_ids += tokens
+        expected = self.record.expected
+        if expected is None:
+            self._violation(f"{self._name}: tokens, and no node was asked for any")
+        elif tuple(tokens) != expected.token_ids[event.first_index : event.first_index + len(tokens)]:
+            right = list(expected.token_ids[event.first_index : event.first_index + len(tokens)])
+            self._violation(f"{self._name}: at {event.first_index} came {tokens}, right is {right}")
+
+    def _moved(self, event: Moved) -> None:
+        if event.next_index != self.next_index:
+            self._violation(f"{self._name}: {event}, and {self.next_index} is next")
+        if event.epoch <= self._epoch:
+            self._violation(f"{self._name}: {event} goes back from epoch {self._epoch}")
+        if event.gap_s < 0:
+            self._violation(f"{self._name}: {event} has a negative gap")
+        self._epoch = event.epoch
+
+    def _finish(self, event: Finished) -> None:
+        self.finished = event
+        if event != self.record.finished:
+            self._violation(f"{self._name}: {event}, decided was {self.record.finished}")
+        if event.output_tokens != self.next_index:
+            self._violation(f"{self._name}: {self.next_index} tokens at the end of {event.output_tokens}")
+
+
+def right_end(record: Record, finished: Finished, now_s: float) -> str | None:
+    """What is wrong with a generation's end as far as the generation itself tells; None = nothing (rules 4–6)."""
+    plan, expected = record.plan, record.expected
+    count = finished.output_tokens
+    if now_s > record.deadline_s + 0.002:
+        return f"ended {now_s - record.deadline_s:.3f} s after its deadline"
+    if finished.context_tokens != len(plan.context):
+        return f"says {finished.context_tokens} context tokens of {len(plan.context)}"
+    if (finished.error is not None) != (finished.reason is FinishReason.ERROR):
+        return f"{finished.reason} with error {finished.error}"
+    if expected is not None and count > len(expected.token_ids):
+        return f"went on past its end: {count} tokens of {len(expected.token_ids)}"
+    complete = (expected is not None and count == len(expected.token_ids)) or record.limit == 0
+    match finished.reason:
+        case FinishReason.CANCELLED:
+            return None if record.cancel_is_due() else "CANCELLED, and nobody asked for it"
+        case FinishReason.WALL_CLOCK:
+            return None if now_s >= record.deadline_s - 0.002 else "WALL_CLOCK before its time"
+        case FinishReason.ERROR:
+            return "ERROR, and every token had been delivered" if complete and count else None
+    if record.limit == 0:
+        return None if finished.reason is FinishReason.LENGTH else f"{finished.reason} of no tokens"
+    if expected is None:
+        return f"{finished.reason}, and no node was asked"
+    if finished.reason is FinishReason.LENGTH and len(plan.context) + count in plan.windows:
+        return None
+    if not complete:
+        return f"{finished.reason} after {count} of {len(expected.token_ids)} tokens"
+    if (finished.reason, finished.stop_index) != (expected.reason, expected.stop_index):
+        return (
+            f"{finished.reason} (stop {finished.stop_index}), "
+            f"right is {expected.reason} (stop {expected.stop_index})"
+        )
+    return None
