@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from examples import trace
 from examples.ledger import Entry, total
-from examples.processes import Child, ChildFailedError, Children, command_of, free_port
+from examples.processes import Child, ChildFailedError, Children, command_of
 from examples.screen import Screen, make_screen, print_table
 from fleet.v1.admin_service_pb2 import ListNodesRequest, NodeState
 from fleet.v1.fleet_service_pb2 import (
@@ -39,9 +40,9 @@ from node_stub.reference import StubModel, effective_seed, reference_tokens
 
 MODEL = StubModel(name="demo")
 NODES = ("node-1", "node-2", "node-3")
-LANES = 12
-DECODE_TOKENS_PER_S = 60
-PREFILL_TOKENS_PER_S = 20_000
+LANES = 24
+DECODE_RATE = 60
+PREFILL_RATE = 20_000
 
 # Seconds of the demonstration per second of the trace.
 STRETCH = 1.1
@@ -56,24 +57,25 @@ _POLL_S = 0.02
 
 @dataclass(slots=True)
 class Fleet:
-    """The processes: the head, and the nodes by name."""
+    """The processes: the head, and the nodes and their addresses by name."""
 
     children: Children
-    ports: dict[str, int]
     nodes: dict[str, Child] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
 
     async def start_node(self, name: str) -> None:
-        """Start a node, or start it again."""
-        address = f"127.0.0.1:{self.ports[name]}"
+        """Start a node, or start it again where it was."""
+        address = self.addresses.get(name, "127.0.0.1:0")
         command = [command_of("fleet-node"), "--listen", address, "--identity", name, "--model", MODEL.name]
-        command += ["--lanes", str(LANES), "--decode-tokens-per-s", str(DECODE_TOKENS_PER_S)]
-        command += ["--prefill-tokens-per-s", str(PREFILL_TOKENS_PER_S)]
-        self.nodes[name], _ = await self.children.start(name, command, "fleet-node: ")
+        command += ["--lanes", str(LANES), "--decode-rate", str(DECODE_RATE)]
+        command += ["--prefill-rate", str(PREFILL_RATE), "--vocab-size", str(MODEL.vocab_size)]
+        self.nodes[name], line = await self.children.start(name, command, f"fleet-node: {name} on ")
+        self.addresses[name] = line.rpartition(" ")[2]
 
     async def start_head(self) -> tuple[str, str]:
         """Start the head; gives its addresses for callers and operators."""
         command = [command_of("fleet"), "serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
-        command += [f"--node=127.0.0.1:{port}" for port in self.ports.values()]
+        command += [f"--node={address}" for address in self.addresses.values()]
         _, line = await self.children.start("head", command, "fleet: serving")
         words = line.replace(",", "").split()
         return words[words.index("callers") + 2], words[words.index("admin") + 2]
@@ -102,13 +104,17 @@ class Demo:
             # A trouble that found no time to happen is not made up for: `moved` tells.
             troubles.cancel()
             shown.cancel()
+        self._update()
 
     async def _show(self) -> None:
         while True:
-            answered = sum(entry.done for entry in self.entries)
-            streaming = sum(entry.streaming for entry in self.entries)
-            self._screen.update(answered, streaming, sum(len(entry.received) for entry in self.entries))
+            self._update()
             await asyncio.sleep(0.2)
+
+    def _update(self) -> None:
+        answered = sum(entry.done for entry in self.entries)
+        streaming = sum(entry.streaming for entry in self.entries)
+        self._screen.update(answered, streaming, sum(len(entry.received) for entry in self.entries))
 
     async def _troubles(self) -> None:
         victim, caught = await self._busy_node(KILL_AT, among=NODES)
@@ -212,7 +218,7 @@ async def demonstrate(folder: Path, sessions: int, *, as_json: bool) -> int:
     requests = trace.load(sessions, MODEL.vocab_size)
     with make_screen(len(requests), as_json=as_json) as screen:
         async with Children(folder) as children, asyncio.timeout(DEADLINE_S):
-            fleet = Fleet(children, {name: free_port() for name in NODES})
+            fleet = Fleet(children)
             await asyncio.gather(*(fleet.start_node(name) for name in NODES))
             callers, admin = await fleet.start_head()
             async with FleetClient(callers, admin) as client:
@@ -252,6 +258,8 @@ async def _until_signal(work: Callable[[], asyncio.Task[int]]) -> int:
 
 
 def main() -> int:
+    # gRPC's core writes notes of its own to standard error, between our lines.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
     parser.add_argument("--sessions", type=int, default=150, help="how many requests of the trace to replay")

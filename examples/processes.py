@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -19,20 +18,12 @@ from typing import Self
 
 READY_TIMEOUT_S = 30.0
 _POLL_S = 0.05
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 2.0
 _TAIL_LINES = 15
 
 
 class ChildFailedError(Exception):
     """A child did not start, or ended by itself; the text has the end of what it printed."""
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def command_of(name: str) -> str:
@@ -124,13 +115,14 @@ async def _ready_line(child: Child, ready: str) -> str:
 
 
 async def _end(child: Child) -> None:
-    if not child.alive:
-        return
-    if child.frozen:
+    if child.frozen and child.alive:
         child.thaw()
-    child.process.terminate()
-    try:
-        await asyncio.wait_for(child.process.wait(), _END_TIMEOUT_S)
-    except TimeoutError:
-        child.kill()
-        await child.process.wait()
+    # The second SIGTERM cuts short what the first one lets end in peace.
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        if not child.alive:
+            return
+        child.process.send_signal(number)
+        try:
+            await asyncio.wait_for(child.process.wait(), _END_TIMEOUT_S)
+        except TimeoutError:
+            continue

@@ -170,11 +170,12 @@ def _listeners(config: FleetConfig, head: Head, observer: RpcObserver) -> tuple[
             max_engine_options_bytes=config.listen.max_engine_options_bytes,
         ),
         max_request_bytes=config.listen.max_message_bytes,
+        reflection=config.listen.reflection,
     )
     try:
         return (
             callers_listener(head, parts, config.listen.callers),
-            operators_listener(head, parts, config.listen.admin),
+            operators_listener(head.operators, parts, config.listen.admin),
         )
     except ListenError as error:
         raise StartError(str(error)) from error

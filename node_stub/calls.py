@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,11 +15,31 @@ class Context(Protocol):
 
 
 class Call:
-    """One open call. `broken` is set when its connection is to be dropped."""
+    """One open call, and whether it is to end."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self.broken = asyncio.Event()
+        self.broken = False
+        """To be aborted: its connection is dropped."""
+        self.on_broken: Callable[[], None] | None = None
+        self._over = asyncio.Event()
+
+    async def over(self, timeout_s: float) -> bool:
+        """Wait until it is to end, at most so long; tell whether it is."""
+        try:
+            await asyncio.wait_for(self._over.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def end(self) -> None:
+        self._over.set()
+
+    def break_off(self) -> None:
+        self.broken = True
+        self._over.set()
+        if self.on_broken:
+            self.on_broken()
 
 
 class Calls:
@@ -41,8 +61,9 @@ class Calls:
         """Have every call of that connection aborted."""
         for call in self._open:
             if call.peer == peer:
-                call.broken.set()
+                call.break_off()
 
-    def break_all(self) -> None:
+    def end_all(self) -> None:
+        """Have the calls that never end by themselves end."""
         for call in self._open:
-            call.broken.set()
+            call.end()

@@ -8,7 +8,6 @@ from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import types_pb2
-
 from node_stub.faults import Action, Fault, FaultError, Point, ReportLies
 from node_stub.journal import Entry
 from node_stub.node import NodeSettings, Report
@@ -87,7 +86,7 @@ def refusal_to(refusal: Refusal | None) -> pb.Refusal | None:
     if refusal is None:
         return None
     return pb.Refusal(
-        code=pb.RefusalCode.Value(f"REFUSAL_CODE_{refusal.code.name}"),
+        code=f"REFUSAL_CODE_{refusal.code.name}",
         current_epoch=refusal.current_epoch,
         context_length=refusal.context_length,
         max_context_tokens=refusal.max_context_tokens,
@@ -97,17 +96,14 @@ def refusal_to(refusal: Refusal | None) -> pb.Refusal | None:
 
 
 def step_to(step: Step, epoch: int) -> pb.NodeServiceGenerateResponse:
-    message = pb.NodeServiceGenerateResponse(
+    return pb.NodeServiceGenerateResponse(
         epoch=epoch,
         first_index=step.first_index,
         token_ids=step.token_ids,
+        phase=f"GENERATION_PHASE_{step.phase.name}" if step.phase else None,
+        finish=f"FINISH_REASON_{step.finish.name}" if step.finish else None,
         refusal=refusal_to(step.refusal),
     )
-    if step.phase:
-        message.phase = pb.GenerationPhase.Value(f"GENERATION_PHASE_{step.phase.name}")
-    if step.finish:
-        message.finish = types_pb2.FinishReason.Value(f"FINISH_REASON_{step.finish.name}")
-    return message
 
 
 def model_to(model: Model) -> types_pb2.Model:
@@ -168,8 +164,8 @@ def fault_from(message: stub_pb.Fault) -> Fault:
 def fault_to(fault: Fault) -> stub_pb.Fault:
     code = fault.refusal_code
     return stub_pb.Fault(
-        point=stub_pb.FaultPoint.Value(f"FAULT_POINT_{fault.point.name}"),
-        action=stub_pb.FaultAction.Value(f"FAULT_ACTION_{fault.action.name}"),
+        point=f"FAULT_POINT_{fault.point.name}",
+        action=f"FAULT_ACTION_{fault.action.name}",
         after_tokens=fault.after_tokens,
         times=fault.times,
         session_prefix=fault.session_prefix,
@@ -188,7 +184,18 @@ def lies_to(lies: ReportLies) -> stub_pb.ReportFaults:
 
 
 def entry_to(entry: Entry) -> stub_pb.JournalEntry:
-    return stub_pb.JournalEntry(**asdict(entry))
+    return stub_pb.JournalEntry(
+        kind=entry.kind,
+        session_id=entry.session_id,
+        epoch=entry.epoch,
+        generation_id=entry.generation_id,
+        at_ms=entry.at_ms,
+        outcome=entry.outcome,
+        tokens_sent=entry.tokens_sent,
+        cancel_seen_ms=entry.cancel_seen_ms,
+        ended_ms=entry.ended_ms,
+        prompt_tokens=entry.prompt_tokens,
+    )
 
 
 def holding_to(holding: Holding) -> stub_pb.Holding:

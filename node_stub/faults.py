@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -60,6 +60,10 @@ _ONLY_AT = {
     Action.LOSE_APPEND: {Point.AFTER_APPEND},
     Action.REPEAT_APPEND: {Point.AFTER_APPEND},
 }
+
+
+# Faults of how an Append is executed, not of what happens after it.
+APPEND_ACTIONS = frozenset({Action.LOSE_APPEND, Action.REPEAT_APPEND})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +133,22 @@ class Faults:
         return [replace(a.fault, times=a.left or 0) for a in self._armed if a.left != 0]
 
     def take(
-        self, point: Point, session_id: str, *, sent: int = 0, struck: set[int] | None = None
+        self,
+        point: Point,
+        session_id: str,
+        *,
+        sent: int = 0,
+        struck: set[int] | None = None,
+        actions: Collection[Action] = frozenset(Action),
     ) -> Fault | None:
-        """The next fault that strikes here, its count lowered; None when there is none.
+        """The next fault of these actions that strikes here, its count lowered; None when there is none.
 
         `struck` is a run's own memory: a fault strikes a run once, however often it may strike.
         """
         for armed in self._armed:
             if not self._fits(armed, point, session_id, struck):
+                continue
+            if armed.fault.action not in actions:
                 continue
             if point is Point.AFTER_TOKENS and armed.fault.after_tokens != sent:
                 continue

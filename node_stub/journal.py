@@ -22,6 +22,8 @@ class Entry:
     prompt_tokens: int = 0
     cancel_seen_ms: int | None = None
     ended_ms: int | None = None
+    traceparent: str = ""
+    """W3C trace context that the generation's call carried; not part of the control's answers."""
 
 
 class Journal:

@@ -157,9 +157,12 @@ class Node:
         self.engine.cancel(run.job)
 
     def abandon(self, run: Run) -> None:
-        """Its call is over. If the run was not, that is a cancel."""
-        if not run.ended:
-            self._cancel(run, Finish.CANCELLED)
+        """Its call is over. If not all of it had been sent, that is a cancel."""
+        if run.delivered:
+            return
+        self._cancel(run, Finish.CANCELLED)
+        if run.entry.cancel_seen_ms is None:
+            run.entry.cancel_seen_ms, run.entry.outcome = self.now_ms(), Finish.CANCELLED.name
 
     def _launch(self, admission: Admission) -> Run:
         now_ms = self.now_ms()

@@ -25,8 +25,8 @@ class Step:
 class Run:
     """Takes what the engine says (a JobSink) and hands it out in messages, at the sender's own pace.
 
-    The first to end it wins: the engine, a cancel, the wall clock, or a refusal from the node rules; a
-    refusal drops what was not yet sent.
+    The first to end it wins: the engine, a cancel or the wall clock; and over all of them, as long as the
+    last message has not gone out, a refusal from the node rules.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class Run:
         """Tokens sent, the same as `entry.tokens_sent`."""
         self.struck: set[int] = set()
         """Faults that this run has had (see Faults.take)."""
+        self.delivered = False
+        """Its last message has been sent."""
         self.dropped = False
         """The connection is to be dropped without a word."""
         self.deadline: asyncio.TimerHandle | None = None
@@ -100,9 +102,9 @@ class Run:
         self._stop.set()
 
     def refuse(self, refusal: Refusal) -> None:
-        """End it with a refusal; what was not yet sent is dropped."""
-        if not self.ended:
-            self._refusal = refusal
+        """End it with a refusal; what was not yet sent, a finish included, is dropped."""
+        if self._refusal is None:
+            self._refusal, self._finish = refusal, None
             self.entry.outcome = refusal.code.name
             self._tokens.clear()
             self._phases.clear()
@@ -150,6 +152,7 @@ class Run:
 
     def note_sent(self, step: Step) -> None:
         """`step` has been sent."""
+        self.delivered = step.finish is not None or step.refusal is not None
         if step.token_ids:
             self.sent += len(step.token_ids)
             self.entry.tokens_sent = self.sent

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from node_stub.calls import Call
-from node_stub.faults import Action, Fault, Hazards, Point
+from node_stub.faults import APPEND_ACTIONS, Action, Fault, Hazards, Point
 from node_stub.node import Node
-from node_stub.rules import Code, Refusal
+from node_stub.rules import Append, Code, Refusal
 from node_stub.runs import Run, Step
 
 # What was written must be at the peer before the process is killed or stopped. A write returns when the
@@ -33,7 +34,8 @@ class Striker:
     async def on_command(self, point: Point, session_id: str, call: Call) -> Refusal | None:
         """Let what is due at this point of a command strike. Raises LinkDropped."""
         struck: set[int] = set()
-        while fault := self._node.faults.take(point, session_id, struck=struck):
+        actions = frozenset(Action) - APPEND_ACTIONS
+        while fault := self._node.faults.take(point, session_id, struck=struck, actions=actions):
             match fault.action:
                 case Action.DELAY:
                     await asyncio.sleep(fault.delay_ms / 1000)
@@ -42,6 +44,15 @@ class Striker:
                 case _:
                     await self.on_process(fault, call)
         return None
+
+    def append(self, command: Append) -> Refusal | None:
+        """Execute an Append, or lose or repeat it where a fault says so."""
+        fault = self._node.faults.take(Point.AFTER_APPEND, command.session_id, actions=APPEND_ACTIONS)
+        if fault is None:
+            return self._node.append(command)
+        if fault.action is Action.LOSE_APPEND:
+            return None
+        return self._node.append(replace(command, token_ids=[*command.token_ids, *command.token_ids]))
 
     async def on_run(self, fault: Fault, run: Run, call: Call, write: Write) -> None:
         """Let a fault strike in a run. Raises LinkDropped."""
@@ -68,6 +79,7 @@ class Striker:
         match fault.action:
             case Action.DIE:
                 self._hazards.die()
+                raise LinkDropped
             case Action.FREEZE:
                 self._hazards.freeze()
             case Action.DROP_LINK:
@@ -92,9 +104,9 @@ class Sender:
         await self._strike(Point.AFTER_GENERATE)
         while True:
             await self._strike(Point.AFTER_TOKENS)
+            await run.ready()
             if run.all_tokens_sent:
                 await self._strike(Point.BEFORE_FINISH)
-            await run.ready()
             if run.dropped:
                 raise LinkDropped
             self._node.may_send(run)
@@ -109,13 +121,8 @@ class Sender:
                 return
 
     async def _strike(self, point: Point) -> None:
-        run = self._run
-        while not run.ended or point is not Point.AFTER_GENERATE:
-            fault = self._node.faults.take(
-                point, run.admission.session_id, sent=run.sent, struck=run.struck
-            )
-            if fault is None:
-                return
+        run, session_id = self._run, self._run.admission.session_id
+        while fault := self._node.faults.take(point, session_id, sent=run.sent, struck=run.struck):
             await self._striker.on_run(fault, run, self._call, self._write)
 
 

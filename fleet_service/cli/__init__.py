@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 refused, failed or unreachable; 2 wrong use or wrong setti
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -54,4 +55,6 @@ def _fleet(
 
 def main() -> None:
     """Run the command line; never returns."""
+    # gRPC's core writes notes of its own to standard error, between our lines.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app()

@@ -34,7 +34,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    with console.capture() as captured:
+        console.print(table)
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
 
 def stdout_console() -> Console:

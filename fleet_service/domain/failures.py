@@ -14,7 +14,7 @@ from fleet_service.domain.events import ErrorCause, MoveCause
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
 MAX_ENGINES_TRIED = 2
-MAX_NODES_LOST_AT_ONE_INDEX = 2
+MAX_LOSSES_AT_ONE_INDEX = 2
 
 
 class FailureClass(Enum):
@@ -56,6 +56,7 @@ class FailureRule:
     counts_against_node: shows in the node's failure counters; a caller's own fault never does.
     counts_as_attempt: one of the three without progress.
     rebinds: the same node is tried once more, bound anew. loses_node: the node died or went silent under it.
+    keeps_binding: the node was not asked, or said that it did nothing.
     """
 
     cause: MoveCause
@@ -63,6 +64,7 @@ class FailureRule:
     counts_as_attempt: bool
     rebinds: bool = False
     loses_node: bool = False
+    keeps_binding: bool = False
     avoid: Avoid = Avoid.NO
 
 
@@ -78,13 +80,13 @@ FAILURE_RULES: dict[FailureClass, FailureRule] = {
     FailureClass.OWNER_CHANGED: FailureRule(MoveCause.SESSION_LOST, False, True),
     FailureClass.CONTEXT_TOO_LONG: FailureRule(MoveCause.NO_ROOM, False, False),
     FailureClass.CONSTRAINT: FailureRule(MoveCause.ENGINE_ERROR, False, True),
-    FailureClass.BUSY: FailureRule(MoveCause.NO_ROOM, False, False),
+    FailureClass.BUSY: FailureRule(MoveCause.NO_ROOM, False, False, keeps_binding=True),
     FailureClass.ENGINE_ERROR: FailureRule(MoveCause.ENGINE_ERROR, True, True, avoid=Avoid.NEVER),
     FailureClass.INDEX_GAP: FailureRule(MoveCause.PROTOCOL_ERROR, True, True, avoid=Avoid.PREFER_OTHERS),
     FailureClass.PROTOCOL: FailureRule(MoveCause.PROTOCOL_ERROR, True, True, avoid=Avoid.PREFER_OTHERS),
     FailureClass.NODE_FAULT: FailureRule(MoveCause.ENGINE_ERROR, True, True, avoid=Avoid.PREFER_OTHERS),
-    FailureClass.EVICTED: FailureRule(MoveCause.NODE_SILENT, False, False),
-    FailureClass.REBALANCED: FailureRule(MoveCause.REBALANCED, False, False),
+    FailureClass.EVICTED: FailureRule(MoveCause.NODE_SILENT, False, False, keeps_binding=True),
+    FailureClass.REBALANCED: FailureRule(MoveCause.REBALANCED, False, False, keeps_binding=True),
     FailureClass.REMOVED: FailureRule(MoveCause.NODE_REMOVED, False, False),
 }
 
@@ -170,8 +172,9 @@ class AttemptBudget:
     replay_allowed: bool = True
     _index: int = 0
     _without_progress: int = 0
+    _losses: int = 0
     _engines_failed: set[str] = field(default_factory=set)
-    _lost: set[str] = field(default_factory=set)
+    _too_narrow: set[str] = field(default_factory=set)
     _prefer_not: set[str] = field(default_factory=set)
     _rebound: set[str] = field(default_factory=set)
     _min_window_tokens: int = 0
@@ -185,20 +188,23 @@ class AttemptBudget:
             self._without_progress += 1
         lost = rule.loses_node and not failure.same_run_is_back
         if lost:
-            self._lost.add(failure.node)
+            self._losses += 1
         if failure.kind is FailureClass.ENGINE_ERROR:
             self._engines_failed.add(failure.node)
         if rule.avoid is Avoid.PREFER_OTHERS:
             self._prefer_not.add(failure.node)
         if failure.kind is FailureClass.CONTEXT_TOO_LONG:
+            # What is generated only grows, so progress does not make it fit.
             self._min_window_tokens = max(self._min_window_tokens, failure.window_tokens)
+            self._too_narrow.add(failure.node)
         cause = self._reason_to_stop(failure, index)
         return GiveUp(cause) if cause is not None else self._next(failure)
 
     def _progress(self, index: int) -> None:
         self._index = index
         self._without_progress = 0
-        for memory in (self._engines_failed, self._lost, self._prefer_not, self._rebound):
+        self._losses = 0
+        for memory in (self._engines_failed, self._prefer_not, self._rebound):
             memory.clear()
 
     def _reason_to_stop(self, failure: Failure, index: int) -> ErrorCause | None:
@@ -217,7 +223,7 @@ class AttemptBudget:
             )
         if len(self._engines_failed) >= MAX_ENGINES_TRIED:
             return ErrorCause(Reason.ENGINE_ERROR, "the engines of two nodes failed on this request", at)
-        if len(self._lost) >= MAX_NODES_LOST_AT_ONE_INDEX:
+        if self._losses >= MAX_LOSSES_AT_ONE_INDEX:
             return ErrorCause(
                 Reason.POISON_REQUEST, "two nodes were lost on this request at the same token", at
             )
@@ -239,7 +245,7 @@ class AttemptBudget:
                 again = True
         return TryAgain(
             Where.SAME_NODE if again else Where.ANYWHERE,
-            never=frozenset(self._engines_failed),
+            never=frozenset(self._engines_failed | self._too_narrow),
             prefer_not=frozenset(self._prefer_not),
             min_window_tokens=self._min_window_tokens,
         )

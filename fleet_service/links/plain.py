@@ -169,7 +169,7 @@ class PlainLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._runs: set[asyncio.Task[None]] = set()
         self._start(self._watch_reports(), f"reports of {address}")
-        self._start(self._watch_connection(), f"connection to {address}")
+        self._connection = self._start(self._watch_connection(), f"connection to {address}")
 
     @property
     def hello(self) -> NodeHello:
@@ -222,6 +222,8 @@ class PlainLink:
         """Drop the connection; its runs break. Returns when nothing of the link is left."""
         self._closed = True
         self._gone = True
+        # gRPC does not always end a watch for a change of state when the channel is closed.
+        self._connection.cancel()
         await self._channel.close()
         if self._tasks:
             await asyncio.wait(self._tasks)

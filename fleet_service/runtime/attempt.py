@@ -34,6 +34,10 @@ NODE_WALL_MARGIN_S = 5.0
 # Prompt tokens per second assumed when judging whether a prefill has stalled and no rate is known.
 SLOW_PREFILL_TOKENS_PER_S = 200
 
+# Most tokens in one Append, and the most bytes a token takes on the wire.
+APPEND_TOKENS = 1_000_000
+TOKEN_BYTES = 5
+
 _FAILURE_OF_LINK_ERROR: dict[type[LinkError], FailureClass] = {
     LinkLostError: FailureClass.LINK_LOST,
     LinkTimeoutError: FailureClass.COMMAND_TIMEOUT,
@@ -124,22 +128,22 @@ class Attempt:
     # Before the run: the node must hold exactly the context the head means
 
     async def _prepare(self, carrier: dict[str, str]) -> Run:
-        assign, append = self._owed_commands()
-        if Feature.INLINE_BIND not in self.node.features:
-            if assign is not None:
-                await self._command(self._link.assign(assign))
-                self.binding.assigned = True
-                self.node.lease_renewed_s = self._context.loop.time()
-            if append is not None:
+        assign, appends = self._owed_assign(), self._owed_appends()
+        if Feature.INLINE_BIND in self.node.features and len(appends) <= 1:
+            self._confirmed = assign is None and not appends
+            if appends:
                 self.binding.synced_tokens = None
-                await self._command(self._link.append(append))
-                self.binding.synced_tokens = len(self.generation.session.context)
-            self._confirmed = True
-            return self._run_command(carrier, None, None)
-        if append is not None:
+            return self._run_command(carrier, assign, next(iter(appends), None))
+        if assign is not None:
+            await self._command(self._link.assign(assign))
+            self.binding.assigned = True
+            self.node.lease_renewed_s = self._context.loop.time()
+        for append in appends:
             self.binding.synced_tokens = None
-        self._confirmed = assign is None and append is None
-        return self._run_command(carrier, assign, append)
+            await self._command(self._link.append(append))
+            self.binding.synced_tokens = append.base_length + len(append.token_ids)
+        self._confirmed = True
+        return self._run_command(carrier, None, None)
 
     async def _command(self, answer: Coroutine[Any, Any, Refusal | None]) -> None:
         """Await a command's answer, or the node's loss, whichever comes first."""
@@ -155,34 +159,41 @@ class Attempt:
         if refusal is not None:
             raise _Refused(refusal)
 
-    def _owed_commands(self) -> tuple[Assign | None, Append | None]:
+    def _owed_assign(self) -> Assign | None:
         session, binding = self.generation.session, self.binding
-        assign = None
-        if not binding.assigned:
-            options = session.spec.engine_options if Feature.ENGINE_OPTIONS in self.node.features else b""
-            assign = Assign(
-                session_id=session.session_id,
-                epoch=binding.epoch,
-                command_id=binding.next_command_id(),
-                model=session.spec.model,
-                model_revision=session.spec.model_revision,
-                sampling=session.sampling,
-                qos=session.spec.qos,
-                engine_options=options,
-                lease_s=self._context.settings.lease_s,
-            )
-            binding.sent = True
-        held = binding.synced_tokens or 0
-        if held == len(session.context):
-            return assign, None
-        append = Append(
+        if binding.assigned:
+            return None
+        binding.sent = True
+        options = session.spec.engine_options if Feature.ENGINE_OPTIONS in self.node.features else b""
+        return Assign(
             session_id=session.session_id,
             epoch=binding.epoch,
             command_id=binding.next_command_id(),
-            base_length=held,
-            token_ids=session.context.tail(held),
+            model=session.spec.model,
+            model_revision=session.spec.model_revision,
+            sampling=session.sampling,
+            qos=session.spec.qos,
+            engine_options=options,
+            lease_s=self._context.settings.lease_s,
         )
-        return assign, append
+
+    def _owed_appends(self) -> list[Append]:
+        """What the node lacks of the context, in commands that fit its messages."""
+        session, binding = self.generation.session, self.binding
+        held = binding.synced_tokens or 0
+        tail = session.context.tail(held)
+        limit_bytes = self._link.hello.max_message_bytes or APPEND_TOKENS * TOKEN_BYTES
+        step = max(1, min(APPEND_TOKENS, limit_bytes // (2 * TOKEN_BYTES)))
+        return [
+            Append(
+                session_id=session.session_id,
+                epoch=binding.epoch,
+                command_id=binding.next_command_id(),
+                base_length=held + start,
+                token_ids=tail[start : start + step],
+            )
+            for start in range(0, len(tail), step)
+        ]
 
     def _run_command(self, carrier: dict[str, str], assign: Assign | None, append: Append | None) -> Run:
         generation = self.generation
@@ -262,7 +273,7 @@ class Attempt:
     def _wrong_epoch(self, epoch: int) -> None:
         session_id = self.generation.session_id
         if epoch < self.epoch:
-            self.node.owe_revoke(session_id, epoch)
+            self.node.owe_revoke(session_id, epoch, surely_held=False)
             return
         detail = f"tokens came under epoch {epoch}, which was never issued"
         self._fail(self._failure(FailureClass.PROTOCOL, detail))

@@ -111,6 +111,8 @@ class Driver:
         if node is not None:
             self._tell_node(node, failure)
         self._cause = failure.rule.cause
+        if not failure.rule.keeps_binding:
+            generation.session.unbind()
         next_step = self._budget.after(failure, generation.log.received)
         log.info(
             "attempt_failed",
@@ -124,7 +126,6 @@ class Driver:
             generation.decide(FinishReason.ERROR, error=next_step.cause)
             return
         if next_step.where is Where.SAME_NODE and node is not None and node.usable:
-            generation.session.unbind()
             try:
                 self._reservation = self._fleet.reserve_on(node, generation)
             except QueueFullError:

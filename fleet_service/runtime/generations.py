@@ -107,6 +107,8 @@ class Generations:
     def _drive(self, generation: Generation, reservation: Reservation) -> None:
         driver = Driver(generation, reservation, self._fleet, self._context)
         generation.task = self._loop.create_task(driver.run(), name=f"drive {generation.generation_id}")
+        # A task that is cancelled before its first step runs nothing of its own, `finally` neither.
+        generation.task.add_done_callback(lambda _task: reservation.release())
         generation.session.winding_down = generation.task
 
     def _place(self, session: Session) -> Node:

@@ -106,11 +106,6 @@ class Head:
         """At least one node can be used."""
         return any(node.usable for node in self.fleet.nodes)
 
-    @property
-    def books_balance(self) -> bool:
-        """Every node's reservations equal its queued and running attempts, now."""
-        return all(node.books_balance for node in self.fleet.nodes)
-
     # Sessions
 
     async def create_session(

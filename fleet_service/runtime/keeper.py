@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from itertools import islice
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from fleet_service.domain.commands import Introduction, RefusalCode, Revoke
+from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import ModelInfo, NodeHello, NodeState, Report
 from fleet_service.runtime.node import Node
@@ -142,14 +144,25 @@ class NodeKeeper:
         node = self._node
         lost: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
         link = await self._dialer.connect(node.address, self._introduce(), _Listener(node, lost))
-        refused = self._admit(node, link.hello)
-        if refused is not None:
+        try:
+            await self._agree(link)
+        except BaseException:
             await link.close()
-            raise HandshakeRefusedError(refused)
+            raise
         self._lost = lost
         self._came_up(link)
         self.first_try.set()
         return lost
+
+    async def _agree(self, link: NodeLink) -> None:
+        """The head's own check of who is there, and a clean start with one it has not met."""
+        node, hello = self._node, link.hello
+        refused = self._admit(node, hello)
+        if refused is not None:
+            raise HandshakeRefusedError(refused)
+        if node.hello is None and term_of(hello.highest_epoch) == self._introduce().term:
+            # It was removed and added again: what it may still hold of this head, nobody knows any more.
+            await link.renew_lease(0.0)
 
     def _came_up(self, link: NodeLink) -> None:
         node, hello = self._node, link.hello
@@ -175,7 +188,7 @@ class NodeKeeper:
             await node.outbox_wake.wait()
             node.outbox_wake.clear()
             while node.outbox and (link := node.link) is not None:
-                batch = [Revoke(s, e) for s, e in list(node.outbox.items())[:COURIER_BATCH]]
+                batch = [Revoke(s, owed.epoch) for s, owed in islice(node.outbox.items(), COURIER_BATCH)]
                 results = await asyncio.gather(*(self._deliver(link, revoke) for revoke in batch))
                 if not all(results):
                     break  # kept; the tender wakes the courier again
@@ -195,7 +208,7 @@ class NodeKeeper:
         return False
 
     async def renew_lease(self) -> None:
-        """Renew the head's lease; one that had run out ends what was bound here."""
+        """Renew the lease. One that had run out shows when a session is next used: FENCED, bound anew."""
         node, link = self._node, self._node.link
         if link is None:
             return
@@ -206,5 +219,5 @@ class NodeKeeper:
             log.info("lease_not_renewed", node=node.name, error=str(error))
             return
         node.lease_renewed_s = asked_at
-        if not renewed:
-            node.new_life()
+        if not renewed and node.sessions:
+            log.info("lease_had_run_out", node=node.name, sessions=node.sessions)

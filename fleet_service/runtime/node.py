@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from fleet_service.domain.commands import Revoke
@@ -18,6 +19,14 @@ from fleet_service.domain.placement import Demand, is_hot
 from fleet_service.domain.specs import Qos
 from fleet_service.runtime.protocols import NodeLink
 from fleet_service.runtime.settings import HeadSettings
+
+
+@dataclass(frozen=True, slots=True)
+class OwedRevoke:
+    """A revoke owed up to `epoch`. `surely_held`: the node confirmed the binding, so its lease covers it."""
+
+    epoch: int
+    surely_held: bool
 
 
 class Grant(Enum):
@@ -81,7 +90,7 @@ class Node:
         self.running: set[Reservation] = set()
         self.queue: LaneQueue[Reservation] = LaneQueue(settings.queue_limit_per_node)
         self.reservations = 0
-        self.outbox: dict[str, int] = {}
+        self.outbox: dict[str, OwedRevoke] = {}
         self.outbox_wake = asyncio.Event()
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
@@ -243,15 +252,22 @@ class Node:
 
     # What is owed
 
-    def owe_revoke(self, session_id: str, epoch: int) -> None:
+    def owe_revoke(self, session_id: str, epoch: int, *, surely_held: bool) -> None:
         """The node must free `session_id` up to `epoch`; kept until answered or settled otherwise."""
-        if epoch > self.outbox.get(session_id, 0):
-            self.outbox[session_id] = epoch
+        owed = self.outbox.get(session_id)
+        if owed is None or epoch > owed.epoch:
+            self.outbox[session_id] = OwedRevoke(epoch, surely_held)
             self.outbox_wake.set()
 
     def settle_revoke(self, revoke: Revoke) -> None:
-        if self.outbox.get(revoke.session_id) == revoke.epoch:
+        """The node answered it."""
+        owed = self.outbox.get(revoke.session_id)
+        if owed is not None and owed.epoch == revoke.epoch:
             del self.outbox[revoke.session_id]
+
+    def lease_ran_out(self) -> None:
+        """The node has freed what it surely held. An Assign that was on its way may yet be executed there."""
+        self.outbox = {session_id: owed for session_id, owed in self.outbox.items() if not owed.surely_held}
 
     def unlearn(self) -> None:
         """What lived at this address lives elsewhere now: nothing is known of it any more."""

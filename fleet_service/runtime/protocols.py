@@ -99,7 +99,7 @@ class NodeLink(Protocol):
     async def revoke(self, command: Revoke) -> Refusal | None: ...
 
     async def renew_lease(self, lease_s: float) -> bool:
-        """False: the lease had run out and the node fenced its sessions."""
+        """False: no lease runs; what it covered is fenced. `lease_s` 0 ends it at once."""
 
     async def close(self) -> None:
         """Drop the connection; runs on it break."""

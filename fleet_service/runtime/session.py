@@ -52,7 +52,7 @@ class Binding:
         if self.life == self.node.life:
             self.node.sessions -= 1
             if self.sent:
-                self.node.owe_revoke(session_id, self.epoch)
+                self.node.owe_revoke(session_id, self.epoch, surely_held=self.assigned)
 
 
 class Session:
@@ -121,9 +121,11 @@ class Session:
 
     async def settle(self) -> None:
         """Wait until the attempts of a generation that was decided have let go (they wait for nothing)."""
-        if self.winding_down is not None:
-            await asyncio.wait({self.winding_down})
-            self.winding_down = None
+        while self.winding_down is not None and not self.generation_id:
+            winding_down = self.winding_down
+            await asyncio.wait({winding_down})
+            if self.winding_down is winding_down:
+                self.winding_down = None
 
     def view(self) -> SessionView:
         bound = self.binding if self.binding is not None and self.binding.usable else None

@@ -92,7 +92,7 @@ class Tender:
             node.set_state(NodeState.SUSPECT, detail)
             node.fail_running(FailureClass.NODE_SILENT, detail)
         if node.link is None and quiet_s > settings.lease_s:
-            node.outbox.clear()  # its lease has run out: it has freed what it held
+            node.lease_ran_out()
         elif node.outbox:
             node.outbox_wake.set()
         if node.usable and now_s - node.lease_renewed_s >= settings.lease_renew_s:

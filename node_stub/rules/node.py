@@ -225,12 +225,16 @@ class NodeRules:
         return None
 
     def renew_lease(self, owner: Owner, lease_ms: int, now_ms: int) -> bool:
-        """Let the owner's lease run again from now. False: it is not running; only an Assign starts one."""
+        """Let the owner's lease run again from now. False: it is not running; only an Assign starts one.
+
+        lease_ms 0 ends it at once.
+        """
         self.expire(now_ms)
         if owner not in self._leases:
             return False
-        self._leases.start(owner, lease_ms or self.limits.default_lease_ms, now_ms)
-        return True
+        self._leases.start(owner, lease_ms, now_ms)
+        self.expire(now_ms)
+        return lease_ms > 0
 
     def expire(self, now_ms: int) -> None:
         """Fence the sessions of every lease that has run out and free their contexts."""

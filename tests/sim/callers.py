@@ -86,7 +86,8 @@ class Caller:
         if mine is None:
             return
         for _ in range(self._rng.randint(1, 4)):
-            await self._between(mine)
+            if not await self._between(mine):
+                break
             if not await self._generate(mine):
                 return
             self._check_context(mine)
@@ -129,14 +130,16 @@ class Caller:
         if key is not None and rng.random() < 0.5:
             again = await self._world.head.create_session(session_id, spec, context, key)
             if again.session_id != view.session_id:
-                self._oracle.violation(f"{self.label}: one request made {view.session_id}, {again.session_id}")
+                self._oracle.violation(
+                    f"{self.label}: one request made {view.session_id}, {again.session_id}"
+                )
         self._note("created %s with %d tokens", view.session_id, len(context))
         mine = Knowledge(view.session_id, spec, model, context)
         self._check_context(mine)
         return mine
 
-    async def _between(self, mine: Knowledge) -> None:
-        """What a caller does before it asks for tokens."""
+    async def _between(self, mine: Knowledge) -> bool:
+        """What a caller does before it asks for tokens. False: the session stays parked."""
         rng, head = self._rng, self._world.head
         if rng.random() < 0.7:
             await self._append(mine)
@@ -153,9 +156,11 @@ class Caller:
             resumed = await self._patiently(
                 mine.spec, len(mine.context), lambda: head.resume_session(mine.session_id)
             )
-            if resumed is not None:
-                self._note("resumed")
             self._check_context(mine)
+            if resumed is None:
+                return False
+            self._note("resumed")
+        return True
 
     async def _append(self, mine: Knowledge) -> None:
         rng, head = self._rng, self._world.head
@@ -224,6 +229,7 @@ class Caller:
             seed=seed,
             wall_s=wall_s,
             grace_s=grace_s,
+            selector=bool(spec.node_selector),
             windows=self._world.windows(model),
             replay_never=spec.replay is Replay.NEVER,
             engine_fails_at=rng.randint(0, 10) if strange < 0.03 else None,
@@ -287,10 +293,10 @@ class Caller:
     ) -> Record | None:
         """Ask for a generation and stay with it to its end; None when it could not be had."""
         rng, head = self._rng, self._world.head
-        cancelled_before = bool(generation_id) and rng.random() < 0.1
-        if cancelled_before:
+        plan.cancelled_before = bool(generation_id) and rng.random() < 0.1
+        if plan.cancelled_before:
             self._note("cancels %s before it asks for it", generation_id)
-            result = head.cancel_generation(generation_id)
+            result = await head.cancel_generation(generation_id)
             if result.outcome is not CancelOutcome.HELD:
                 self._oracle.violation(f"a cancel of {generation_id}, yet to come, gave {result}")
         if key is not None and rng.random() < 0.2:
@@ -299,8 +305,6 @@ class Caller:
         if generation is None:
             return None
         record = self._oracle.records[generation.generation_id]
-        if cancelled_before:
-            record.cancel_asked_s = record.accepted_s
         if key is not None and rng.random() < 0.3:
             again = await ask()
             if again.generation_id != generation.generation_id:
@@ -338,7 +342,7 @@ class Caller:
         record.cancel_asked_s = record.cancel_asked_s or asyncio.get_running_loop().time()
         before = record.finished
         self._note("cancels %s", record.generation_id)
-        result = self._world.head.cancel_generation(record.generation_id)
+        result = await self._world.head.cancel_generation(record.generation_id)
         right = CancelOutcome.CANCELLED if before is None else None
         if result.finished is None or result.finished != record.finished:
             self._oracle.violation(f"the cancel of {record.generation_id} gave {result}")

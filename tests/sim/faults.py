@@ -27,7 +27,7 @@ class Fault:
 
 
 class FaultPlan:
-    """The faults of one world. `lethality` in [0, 1] shifts the draw to node losses."""
+    """The faults of one world."""
 
     def __init__(
         self, rng: random.Random, head: Head, network: SimNetwork, machines: list[SimMachine], oracle: Oracle
@@ -41,7 +41,6 @@ class FaultPlan:
         self.struck = 0
         self.cordoned: dict[str, None] = {}
         self.removed: dict[str, None] = {}
-        # What a removed node still holds is its lease's to free.
         self.faults = sorted(
             (self._draw() for _ in range(rng.randint(MIN_FAULTS + 2, MIN_FAULTS + 11))), key=lambda f: f.at_s
         )
@@ -63,11 +62,8 @@ class FaultPlan:
         for machine in self._machines:
             machine.heal()
         for name in list(self.cordoned):
-            self._head.operators.uncordon_node(name)
+            self._head.operators.uncordon_node(f"{name}:8454")
             del self.cordoned[name]
-        for name in list(self.removed):
-            await self._head.operators.add_node(f"{name}:8454")
-            del self.removed[name]
 
     # Drawing
 
@@ -77,7 +73,19 @@ class FaultPlan:
         machine = rng.choice(self._machines)
         name = machine.profile.name
         kind = rng.choices(
-            ["run", "kill", "freeze", "stall", "drop", "refuse", "noise", "append", "lies", "silent", "operate"],
+            [
+                "run",
+                "kill",
+                "freeze",
+                "stall",
+                "drop",
+                "refuse",
+                "noise",
+                "append",
+                "lies",
+                "silent",
+                "operate",
+            ],
             [8, 3, 3, 3, 3, 1, 3, 2, 1, 1, 3],
         )[0]
         short_or_long = rng.choice([rng.uniform(0.2, 3.0), rng.uniform(3.0, 12.0), rng.uniform(15.0, 40.0)])
@@ -90,7 +98,11 @@ class FaultPlan:
                 text = f"{name} dies{' with its machine' if silently else ''}, back in {after_s:.2f} s"
                 return Fault(at_s, text, lambda: machine.die(after_s, silently=silently))
             case "freeze":
-                return Fault(at_s, f"{name} is stopped for {short_or_long:.2f} s", lambda: machine.freeze(short_or_long))
+                return Fault(
+                    at_s,
+                    f"{name} is stopped for {short_or_long:.2f} s",
+                    lambda: machine.freeze(short_or_long),
+                )
             case "stall":
                 text = f"nothing gets to or from {name} for {short_or_long:.2f} s"
                 return Fault(at_s, text, lambda: machine.stall(short_or_long))
@@ -153,6 +165,7 @@ class FaultPlan:
         def start() -> bool:
             self._network.noise = noise
             self._oracle.wire_trouble.lasting += 1
+            self._oracle.wire_trouble.count += 1
             self._network.loop.call_later(duration_s, over)
             return True
 
@@ -194,19 +207,21 @@ class FaultPlan:
         name = machine.profile.name
         back_s = self._rng.uniform(0.5, 8.0)
         if self._rng.random() < 0.5:
-            return Fault(at_s, f"an operator cordons {name} for {back_s:.2f} s", lambda: self._cordon(name, back_s))
+            return Fault(
+                at_s, f"an operator cordons {name} for {back_s:.2f} s", lambda: self._cordon(name, back_s)
+            )
         text = f"an operator removes {name}, to add it again in {back_s:.2f} s"
         return Fault(at_s, text, lambda: self._remove(machine, back_s))
 
     def _cordon(self, name: str, back_s: float) -> bool:
         if name in self.cordoned or name in self.removed:
             return False
-        self._head.operators.cordon_node(name, "seeded")
+        self._head.operators.cordon_node(f"{name}:8454", "seeded")
         self.cordoned[name] = None
 
         def uncordon() -> None:
             if self.cordoned.pop(name, name) is None:
-                self._head.operators.uncordon_node(name)
+                self._head.operators.uncordon_node(f"{name}:8454")
 
         self._network.loop.call_later(back_s, uncordon)
         return True
@@ -235,4 +250,3 @@ class FaultPlan:
         finally:
             self.removed.pop(name, None)
             self._oracle.lasts(name, -1)
-            machine.bindings_before_s = asyncio.get_running_loop().time()

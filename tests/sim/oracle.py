@@ -13,14 +13,32 @@ from fleet_service.domain.placement import Verdict
 from fleet_service.runtime.observer import AttemptTrace, GenerationInfo, GenerationTrace
 from node_stub import rules
 from node_stub.reference import effective_seed
-from tests.sim.nodes import SimMachine, SimProcess
+from tests.sim.nodes import NodeProcess, RunFault, SimMachine
 from tests.sim.records import Plan, Record, right_end
 from tests.sim.story import Story
 
 # Failures after which a further attempt costs nothing (rule 7).
-FREE_FAILURES = frozenset({"busy", "fenced", "rebalanced", "evicted", "context_too_long"})
+FREE_FAILURES = frozenset({"busy", "fenced", "rebalanced", "evicted", "removed", "context_too_long"})
 MAX_ATTEMPTS = 3
 MAX_KILLS_AT_ONE_INDEX = 2
+MAX_SAME_FAILURES = 5
+# Failures of an attempt that only something wrong with its node, or with the wire, explains; and for how long.
+_EXPLAINED_BY_TROUBLE = {
+    "link_lost": 12.0,
+    "node_silent": 12.0,
+    "stalled": 40.0,
+    "command_timeout": 40.0,
+    "unknown_session": 120.0,
+    "stale_epoch": 60.0,
+    "fenced": 60.0,
+    "evicted": 12.0,
+}
+# Those that only a fault of this very generation explains.
+_EXPLAINED_BY_STRIKE = {
+    "index_gap": RunFault.SKIP_INDEX.value,
+    "node_fault": RunFault.SKIP_INDEX.value,
+    "protocol": RunFault.FUTURE_EPOCH.value,
+}
 # How long after a disturbance of a node its effects may last: silence, a redial, a command's timeout.
 AFTERMATH_S = 12.0
 
@@ -50,8 +68,11 @@ class Oracle:
         self.troubles: dict[str, Trouble] = {}
         self.wire_trouble = Trouble()
         self.struck_kinds: Counter[str] = Counter()
+        self.lost_appends: Counter[str] = Counter()  # by session
         self.finishes: Counter[FinishReason] = Counter()
         self.moves = 0
+        # Set by the world, which knows the nodes: what is wrong with an ERROR for want of a node.
+        self.judge_placement: Callable[[Record, Reason], None] = lambda _record, _reason: None
 
     def violation(self, text: str) -> None:
         self.violations.append(f"at {self._clock():.4f} s: {text}")
@@ -75,10 +96,10 @@ class Oracle:
             self.violation(f"{info.generation_id} was started twice")
         if any(record.plan is parent for record in self.records.values()):
             self.violation(f"{info.generation_id} is a second generation of one request")
-        record = Record(
-            info.generation_id, info.session_id, parent, now_s, parent.seed, info.max_new_tokens
-        )
+        record = Record(info.generation_id, info.session_id, parent, now_s, parent.seed, info.max_new_tokens)
         self.records[info.generation_id] = record
+        if parent.cancelled_before:
+            record.cancel_asked_s = now_s
         wanted = (len(parent.context), parent.max_new_tokens, parent.wall_s)
         if (info.context_tokens, info.max_new_tokens, info.max_wall_s) != wanted and (
             len(parent.context) + info.max_new_tokens not in parent.windows
@@ -93,7 +114,7 @@ class Oracle:
 
     # The nodes' overseer
 
-    def run_admitted(self, process: SimProcess, run: Run, admission: rules.Admission) -> None:
+    def run_admitted(self, process: NodeProcess, run: Run, admission: rules.Admission) -> None:
         node, record = process.machine.profile.name, self.records.get(run.generation_id)
         if record is None:
             self.violation(f"{node} was asked for {run.generation_id}, which nobody asked the head for")
@@ -124,7 +145,7 @@ class Oracle:
             run.first_index,
         )  # fmt: skip
 
-    def _check_binding(self, process: SimProcess, run: Run) -> None:
+    def _check_binding(self, process: NodeProcess, run: Run) -> None:
         for holding in process.rules.holdings():
             if holding.session_id == run.session_id and holding.context_length != run.context_length:
                 self.violation(
@@ -142,6 +163,10 @@ class Oracle:
         if "die" in fault or "kill" in fault or "link" in fault or "stopped" in fault:
             trouble.losses.append(self._clock())
         record = self.records.get(generation_id)
+        if "append" in fault:
+            self.lost_appends[generation_id] += 1
+        if record is not None:
+            record.strikes[fault] += 1
         if record is not None and "engine" in fault:
             record.engine_failures += 1
         if record is not None and "kills" in fault:
@@ -207,25 +232,39 @@ class Oracle:
             case Reason.NODE_LOST:
                 if not record.plan.replay_never:
                     return "ended with NODE_LOST, and it may be replayed"
-            case Reason.NO_ELIGIBLE_NODE | Reason.FLEET_SATURATED | Reason.CONTEXT_TOO_LONG:
-                return None  # judged by the world, which knows the nodes
+            case (
+                Reason.NO_ELIGIBLE_NODE
+                | Reason.FLEET_SATURATED
+                | Reason.CONTEXT_TOO_LONG
+                | Reason.MODEL_NOT_FOUND
+                | Reason.MODEL_UNPLACEABLE
+            ):
+                self.judge_placement(record, reason)
             case _:
                 return f"ended with {reason}"
         return None
 
+    def winding_down(self, now_s: float) -> list[str]:
+        """Generations decided in this very moment, which may not have let go yet."""
+        return [id_ for id_, record in self.records.items() if record.finished and record.finished_s >= now_s]
+
     def losses_since(self, since_s: float) -> int:
         """Losses of nodes that a generation accepted then may have met."""
         return sum(
-            1
-            for trouble in self.troubles.values()
-            for at_s in trouble.losses
-            if at_s > since_s - AFTERMATH_S
+            1 for trouble in self.troubles.values() for at_s in trouble.losses if at_s > since_s - AFTERMATH_S
         ) + sum(1 for at_s in self.wire_trouble.losses if at_s > since_s - AFTERMATH_S)
 
     def attempt_over(self, record: Record, node: str, failure: str | None, index: int) -> None:
         if failure is None:
             return
         record.failures.append((node, failure, index))
+        if not self._explained(record, node, failure):
+            self.violation(f"{record.generation_id}: {failure} on {node}, and nothing explains it")
+        same = sum(1 for each in record.failures[-MAX_SAME_FAILURES - 1 :] if each == (node, failure, index))
+        if failure != "busy" and same > MAX_SAME_FAILURES:
+            self.violation(
+                f"{record.generation_id} has failed on {node} with {failure} {same} times in a row"
+            )
         without_progress = 0
         for _, kind, at_index in reversed(record.failures):
             if at_index != index:
@@ -234,6 +273,23 @@ class Oracle:
         # The attempt that reached this index is the first of those that did not get past it.
         if without_progress > MAX_ATTEMPTS + (1 if index > 0 else 0):
             self.violation(f"{record.generation_id} had {without_progress} attempts at index {index}")
+
+
+    def _explained(self, record: Record, node: str, failure: str) -> bool:
+        now_s = self._clock()
+        if failure in _EXPLAINED_BY_STRIKE:
+            return record.strikes[_EXPLAINED_BY_STRIKE[failure]] > 0
+        if failure in _EXPLAINED_BY_TROUBLE:
+            within_s = _EXPLAINED_BY_TROUBLE[failure]
+            troubles = (self.trouble_of(node), self.wire_trouble)
+            return not all(trouble.quiet(now_s, within_s) for trouble in troubles)
+        match failure:
+            case "engine_error":
+                return record.engine_failures > 0
+            case "context_mismatch":
+                return self.lost_appends[record.session_id] > 0 or not self.wire_trouble.quiet(now_s, 60.0)
+            case _:
+                return failure in FREE_FAILURES
 
 
 class _AttemptWatch:
@@ -292,5 +348,7 @@ class _GenerationWatch:
 
 
 def _difference(got: tuple[int, ...], right: tuple[int, ...]) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right))
+    )
     return f"{len(got)} tokens, right are {len(right)}; the first difference is at {at}: {got[at : at + 4]}"

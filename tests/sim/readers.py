@@ -44,7 +44,12 @@ def pick_habits(rng: random.Random, plan: Plan) -> ReadingHabits:
 
 
 async def read_along(
-    oracle: Oracle, head: Head, generation: Generation, record: Record, habits: ReadingHabits, rng: random.Random
+    oracle: Oracle,
+    head: Head,
+    generation: Generation,
+    record: Record,
+    habits: ReadingHabits,
+    rng: random.Random,
 ) -> None:
     """All readers of one generation, until each has its terminal event and the generation its end."""
     async with asyncio.TaskGroup() as group:

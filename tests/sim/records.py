@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +23,10 @@ class Plan:
     seed: int | None
     wall_s: float
     grace_s: float
+    selector: bool = False  # whether labels are asked for
     windows: frozenset[int] = frozenset()  # of the nodes that serve the model, in tokens
     replay_never: bool = False
+    cancelled_before: bool = False  # its cancel came before it was asked for
     engine_fails_at: int | None = None
     kills_at: int | None = None
 
@@ -54,6 +57,7 @@ class Record:
     admitted: list[tuple[str, int]] = field(default_factory=list)  # node, first index
     kills: list[tuple[int, int]] = field(default_factory=list)  # first index of the run, index it died at
     engine_failures: int = 0
+    strikes: Counter[str] = field(default_factory=Counter)  # faults that hit a run of it
     _expected: Expected | None = None
 
     @property
@@ -65,9 +69,7 @@ class Record:
         """None while the seed is not known."""
         if self._expected is None and self.seed is not None:
             plan = self.plan
-            self._expected = expected_output(
-                plan.model, self.seed, plan.context, self.limit, plan.spec.stop
-            )
+            self._expected = expected_output(plan.model, self.seed, plan.context, self.limit, plan.spec.stop)
         return self._expected
 
     @property
@@ -128,7 +130,9 @@ class Transcript:
     def _tokens(self, event: Tokens) -> None:
         tokens = list(event.token_ids)
         if event.first_index != self.next_index or not tokens:
-            self._violation(f"{self._name}: {len(tokens)} tokens at {event.first_index}, {self.next_index} was next")
+            self._violation(
+                f"{self._name}: {len(tokens)} tokens at {event.first_index}, {self.next_index} was next"
+            )
         self.next_index += len(tokens)
         self.token_ids += tokens
         expected = self.record.expected

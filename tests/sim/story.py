@@ -19,9 +19,7 @@ class Story:
         self._lines.append((self._clock(), text, values))
 
     def lines(self) -> list[str]:
-        return [
-            f"{at_s:9.4f}  {text % values if values else text}" for at_s, text, values in self._lines
-        ]
+        return [f"{at_s:9.4f}  {text % values if values else text}" for at_s, text, values in self._lines]
 
     def tell(self, about: str = "") -> str:
         """The story, or what of it names `about` or the fleet as a whole (lines that begin with `*`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from tests.sim.loop import HangError, SimLoop, StepLimitError, TimeLimitError
 
 
@@ -55,7 +56,9 @@ def test_the_same_seed_gives_the_same_order() -> None:
 def test_other_seeds_give_other_orders_of_the_same_work() -> None:
     traces = [_trace(seed) for seed in range(20)]
     assert len({tuple(trace) for trace in traces}) == 20
-    assert len({tuple(sorted(line.split(" at ")[0].lstrip("c012") for line in trace)) for trace in traces}) == 1
+    assert (
+        len({tuple(sorted(line.split(" at ")[0].lstrip("c012") for line in trace)) for trace in traces}) == 1
+    )
 
 
 def test_without_disorder_callbacks_run_in_the_order_they_were_made_ready() -> None:

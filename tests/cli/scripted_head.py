@@ -1,0 +1,162 @@
+"""A head that answers what a test tells it to, on two real listeners, for the client and the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from fleet.v1 import admin_service_pb2 as admin
+from fleet.v1 import admin_service_pb2_grpc as admin_grpc
+from fleet.v1 import fleet_service_pb2 as fleet
+from fleet.v1 import fleet_service_pb2_grpc as fleet_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End the call with a status as a head makes it."""
+
+    code: int
+    message: str
+    reason: str = ""
+    details: tuple[Message, ...] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    async def end(self, context: Context) -> None:
+        packed = [_packed(detail) for detail in self.details]
+        if self.reason:
+            info = error_details_pb2.ErrorInfo(reason=self.reason, domain="fleet.v1", metadata=self.metadata)
+            packed.insert(0, _packed(info))
+        status = status_pb2.Status(code=self.code, message=self.message, details=packed)
+        await context.abort_with_status(rpc_status.to_status(status))
+
+
+# As a broken connection looks to the caller: a code, and nothing from the head.
+CONNECTION_LOST = Refuse(code_pb2.UNAVAILABLE, "Socket closed")
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Say nothing until the caller goes away."""
+
+
+Step = fleet.GenerationEvent | Refuse | Hang
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def accepted(generation_id: str = "g1") -> fleet.GenerationEvent:
+    return fleet.GenerationEvent(accepted=fleet.Accepted(generation_id=generation_id, session_id="s1"))
+
+
+def tokens(first_index: int, *ids: int) -> fleet.GenerationEvent:
+    return fleet.GenerationEvent(tokens=fleet.Tokens(first_index=first_index, token_ids=ids))
+
+
+def finished(reason: str = "LENGTH", **more: Any) -> fleet.GenerationEvent:
+    done = fleet.Finished(reason=f"FINISH_REASON_{reason}", attempts=1, **more)
+    return fleet.GenerationEvent(finished=done)
+
+
+@dataclass
+class ScriptedHead:
+    """`streams` are played in order, one per call; `replies` by method. `calls` keeps every request."""
+
+    address: str = ""
+    admin_address: str = ""
+    streams: list[Sequence[Step]] = field(default_factory=list)
+    replies: dict[str, Message | Refuse | Hang] = field(default_factory=dict)
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    called: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def requests(self, method: str) -> list[Any]:
+        return [request for name, request in self.calls if name == method]
+
+    async def wait_for(self, method: str) -> Any:
+        async with self.called:
+            await self.called.wait_for(lambda: bool(self.requests(method)))
+        return self.requests(method)[-1]
+
+    async def note(self, method: str, request: Any) -> None:
+        async with self.called:
+            self.calls.append((method, request))
+            self.called.notify_all()
+
+
+def _unary(method: str) -> Callable[..., Any]:
+    async def answer(self: Any, request: Any, context: Context) -> Any:
+        await self.script.note(method, request)
+        reply = self.script.replies[method]
+        if isinstance(reply, Refuse):
+            await reply.end(context)
+        if isinstance(reply, Hang):
+            await asyncio.Event().wait()
+        return reply
+
+    return answer
+
+
+def _stream(method: str, response: Callable[..., Message]) -> Callable[..., Any]:
+    async def answer(self: Any, request: Any, context: Context) -> None:
+        await self.script.note(method, request)
+        for step in self.script.streams.pop(0):
+            if isinstance(step, Refuse):
+                await step.end(context)
+            elif isinstance(step, Hang):
+                await asyncio.Event().wait()
+            else:
+                await context.write(response(event=step))
+
+    return answer
+
+
+def _servicer(base: type, script: ScriptedHead) -> Any:
+    streams = {
+        "Generate": fleet.GenerateResponse,
+        "Complete": fleet.CompleteResponse,
+        "AttachGeneration": fleet.AttachGenerationResponse,
+    }
+    methods = [name for name in dir(base) if name[0].isupper()]
+    body = {name: _stream(name, streams[name]) if name in streams else _unary(name) for name in methods}
+    return type(f"Scripted{base.__name__}", (base,), {**body, "script": script})()
+
+
+@asynccontextmanager
+async def scripted_head() -> AsyncIterator[ScriptedHead]:
+    """Both listeners, open."""
+    script = ScriptedHead()
+    callers, operators = grpc.aio.server(), grpc.aio.server()
+    fleet_grpc.add_FleetServiceServicer_to_server(_servicer(fleet_grpc.FleetServiceServicer, script), callers)
+    admin_grpc.add_AdminServiceServicer_to_server(
+        _servicer(admin_grpc.AdminServiceServicer, script), operators
+    )
+    script.address = f"127.0.0.1:{callers.add_insecure_port('127.0.0.1:0')}"
+    script.admin_address = f"127.0.0.1:{operators.add_insecure_port('127.0.0.1:0')}"
+    script.replies = {
+        "GetSession": fleet.GetSessionResponse(session=fleet.Session(session_id="s1")),
+        "AppendTokens": fleet.AppendTokensResponse(),
+        "CreateSession": fleet.CreateSessionResponse(),
+        "CancelGeneration": fleet.CancelGenerationResponse(),
+        "ListNodes": admin.ListNodesResponse(books_balance=True),
+    }
+    await callers.start()
+    await operators.start()
+    try:
+        yield script
+    finally:
+        await callers.stop(0)
+        await operators.stop(0)

@@ -1,0 +1,137 @@
+"""The client: errors taken apart, streams that go on when their connection does not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2, error_details_pb2
+
+from fleet.v1.fleet_service_pb2 import (
+    CompleteRequest,
+    GenerateRequest,
+    GenerationEvent,
+    GetSessionRequest,
+)
+from fleet_service.client import CallError, FleetClient, Reattached, UnreachableError
+from tests.cli.scripted_head import CONNECTION_LOST, Refuse, ScriptedHead, accepted, finished, tokens
+
+
+@pytest.fixture
+async def client(head: ScriptedHead) -> AsyncIterator[FleetClient]:
+    async with FleetClient(head.address, head.admin_address, reattach_s=5, rng=random.Random(1)) as made:
+        yield made
+
+
+async def received(
+    events: AsyncIterator[GenerationEvent], into: list[GenerationEvent] | None = None
+) -> list[GenerationEvent]:
+    got = [] if into is None else into
+    async for event in events:
+        got.append(event)
+    return got
+
+
+def ids(events: list[GenerationEvent]) -> list[int]:
+    return [token for event in events for token in event.tokens.token_ids]
+
+
+async def test_every_detail_of_a_refusal_is_there(head: ScriptedHead, client: FleetClient) -> None:
+    head.replies["GetSession"] = Refuse(
+        code_pb2.INVALID_ARGUMENT,
+        "session_id: is required",
+        reason="INVALID_FIELD",
+        metadata={"field": "session_id"},
+        details=(
+            error_details_pb2.BadRequest(
+                field_violations=[
+                    error_details_pb2.BadRequest.FieldViolation(field="session_id", description="is required")
+                ]
+            ),
+            error_details_pb2.RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
+            error_details_pb2.ResourceInfo(resource_type="fleet.v1.Session", resource_name="sessions/s1"),
+            error_details_pb2.RequestInfo(request_id="req-1"),
+        ),
+    )
+    with pytest.raises(CallError) as caught:
+        await client.ask(client.fleet.GetSession(GetSessionRequest(), timeout=10))
+    error = caught.value
+    assert not isinstance(error, UnreachableError)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert error.message == "session_id: is required"
+    assert error.metadata == {"field": "session_id"}
+    assert error.violations == (("session_id", "is required"),)
+    assert error.retry_after_s == 1.5
+    assert error.resource == ("fleet.v1.Session", "sessions/s1")
+    assert error.fault_id == "req-1"
+
+
+async def test_where_nothing_listens_the_head_is_unreachable() -> None:
+    async with FleetClient("127.0.0.1:1", "127.0.0.1:1") as client:
+        with pytest.raises(UnreachableError):
+            await client.ask(client.fleet.GetSession(GetSessionRequest(), timeout=10))
+        with pytest.raises(UnreachableError):
+            await received(client.complete(CompleteRequest()))
+
+
+async def test_an_unavailable_with_a_reason_is_no_lost_connection(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    head.streams = [[accepted(), Refuse(code_pb2.UNAVAILABLE, "down", reason="HEAD_DRAINING")]]
+    with pytest.raises(CallError, match="HEAD_DRAINING") as caught:
+        await received(client.generate(GenerateRequest()))
+    assert not isinstance(caught.value, UnreachableError)
+    assert not head.requests("AttachGeneration")
+
+
+async def test_a_lost_stream_goes_on_at_the_next_index_and_nothing_shows_twice(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    head.streams = [
+        [accepted("g7"), tokens(0, 10, 11), tokens(2, 12), CONNECTION_LOST],
+        [accepted("g7"), tokens(3, 13), CONNECTION_LOST],
+        [CONNECTION_LOST],
+        [accepted("g7"), tokens(4, 14), finished()],
+    ]
+    told: list[Reattached] = []
+    events = await received(client.complete(CompleteRequest(), told.append))
+    assert ids(events) == [10, 11, 12, 13, 14]
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["accepted", "tokens", "tokens", "tokens", "tokens", "finished"]
+    attached = [(call.generation_id, call.from_index) for call in head.requests("AttachGeneration")]
+    assert attached == [("g7", 3), ("g7", 4), ("g7", 4)]
+    assert [(each.generation_id, each.next_index) for each in told] == [("g7", 3), ("g7", 4)]
+
+
+async def test_a_stream_that_ends_without_finished_is_taken_up_again(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    head.streams = [[accepted(), tokens(0, 10)], [accepted(), tokens(1, 11), finished()]]
+    assert ids(await received(client.generate(GenerateRequest()))) == [10, 11]
+
+
+async def test_a_generation_the_head_no_longer_has_ends_the_stream(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    gone = Refuse(code_pb2.NOT_FOUND, "no generation g1", reason="GENERATION_NOT_FOUND")
+    head.streams = [[accepted(), tokens(0, 10), CONNECTION_LOST], [gone]]
+    with pytest.raises(CallError, match="GENERATION_NOT_FOUND"):
+        await received(client.generate(GenerateRequest()))
+
+
+async def test_a_connection_that_stays_lost_ends_the_stream(head: ScriptedHead) -> None:
+    head.streams = [[accepted(), tokens(0, 10), CONNECTION_LOST], *[[CONNECTION_LOST]] * 50]
+    got: list[GenerationEvent] = []
+    async with FleetClient(head.address, head.admin_address, reattach_s=0.3) as client:
+        with pytest.raises(UnreachableError):
+            await received(client.generate(GenerateRequest()), got)
+    assert ids(got) == [10]
+
+
+async def test_attaching_starts_at_the_index_asked_for(head: ScriptedHead, client: FleetClient) -> None:
+    head.streams = [[accepted(), tokens(5, 15), finished()]]
+    assert ids(await received(client.attach("g1", 5))) == [15]
+    assert head.requests("AttachGeneration")[0].from_index == 5

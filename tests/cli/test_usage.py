@@ -1,0 +1,146 @@
+"""Help, wrong use and `fleet config`: what the command line says before it speaks to any head."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fleet_service import __version__
+from fleet_service.cli import app
+from fleet_service.config_sources import leaf_fields
+
+COMMANDS = [
+    ["serve"],
+    ["config"],
+    ["nodes"],
+    ["nodes", "add"],
+    ["nodes", "remove"],
+    ["nodes", "probe"],
+    ["cordon"],
+    ["uncordon"],
+    ["sessions"],
+    ["generate"],
+    ["explain"],
+]
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in ("FLEET_CONFIG", "FLEET_ADDRESS", "FLEET_ADMIN_ADDRESS", "FLEET_NODES", "FLEET_SIM_SEEDS"):
+        monkeypatch.delenv(name, raising=False)
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    return lambda *args: runner.invoke(app, list(args))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_shows_examples_that_call_the_command(fleet: Run, command: list[str]) -> None:
+    result = fleet(*command, "--help")
+    assert result.exit_code == 0
+    _, _, shown = result.output.partition("Examples:")
+    assert f"fleet {' '.join(command)}" in shown
+
+
+def test_help_lists_every_command(fleet: Run) -> None:
+    output = fleet("--help").output
+    for command in COMMANDS:
+        assert command[0] in output
+
+
+def test_the_version_is_shown(fleet: Run) -> None:
+    assert fleet("--version").output == f"fleet {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments,expected",
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["nodes", "add"], "Missing argument 'HOST:PORT'"),
+        (["generate", "--tokens", "1"], "say --model NAME"),
+        (["generate", "--model", "m"], "say --tokens IDS"),
+        (["generate", "--model", "m", "--tokens", "1,x"], "'x' is no token id"),
+        (["generate", "--model", "m", "--tokens", str(1 << 32)], "is no token id"),
+        (["generate", "--model", "m", "--tokens", "1", "--max-new", "-1"], "--max-new"),
+        (["generate", "--model", "m", "--tokens", "1", "--label", "zone"], "write KEY=VALUE"),
+        (["explain"], "say either --session ID or --model NAME"),
+        (["explain", "--session", "s", "--model", "m"], "say either --session ID or --model NAME"),
+        (["config", "--set", "head.tick_s"], "write NAME=VALUE"),
+        (["sessions", "--state", "asleep"], "asleep"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_what_is_wrong(
+    fleet: Run, arguments: list[str], expected: str
+) -> None:
+    result = fleet(*arguments)
+    assert result.exit_code == 2
+    assert expected in result.output
+
+
+def test_wrong_settings_exit_with_2_and_are_explained(fleet: Run) -> None:
+    result = fleet("config", "--set", "head.tick_s=-1")
+    assert result.exit_code == 2
+    assert 'head.tick_s = "-1" (flag --set): must be greater than 0.' in result.output
+
+
+def test_serve_refuses_wrong_settings_before_it_listens(fleet: Run) -> None:
+    result = fleet("serve", "--node", "a:1", "--node", "a:1", "--log-level", "loud")
+    assert result.exit_code == 2
+    assert "nodes = " in result.output
+    assert "(flag --node): must name each node once" in result.output
+    assert "(flag --log-level): must be" in result.output
+
+
+def test_config_prints_a_file_that_gives_the_same_settings_again(fleet: Run, tmp_path: Path) -> None:
+    printed = fleet("config", "--set", "head.silence_s=3.5", "--set", "nodes=10.0.0.7,10.0.0.8:1").output
+    values = tomllib.loads(printed)
+    assert values["head"]["silence_s"] == 3.5
+    assert values["nodes"] == ["10.0.0.7:8454", "10.0.0.8:1"]
+    file = tmp_path / "fleet.toml"
+    file.write_text(printed, encoding="utf-8")
+    again = fleet("config", "--config", str(file)).output
+    assert tomllib.loads(again) == values
+
+
+def test_config_says_where_each_value_came_from(
+    fleet: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text("[head]\ntick_s = 2\n", encoding="utf-8")
+    monkeypatch.setenv("FLEET_HEAD__SILENCE_S", "5")
+    lines: list[str] = fleet("config", "--config", str(file), "--set", "head.lease_s=90").output.splitlines()
+
+    def comment(name: str) -> str:
+        return next(line.partition("  # ")[2] for line in lines if line.startswith(f"{name} = "))
+
+    assert comment("silence_s").startswith("environment FLEET_HEAD__SILENCE_S: Silence of a node")
+    assert comment("tick_s").startswith(f"file {file}: Period")
+    assert comment("lease_s").startswith("flag --set: How long")
+    assert comment("lease_renew_s").startswith("default: Age")
+
+
+def test_config_as_json_has_value_source_and_meaning_of_every_setting(
+    fleet: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_HEAD__SILENCE_S", "5")
+    settings = json.loads(fleet("config", "--json").stdout)
+    assert set(settings) == set(leaf_fields())
+    assert settings["head.silence_s"] == {
+        "value": 5.0,
+        "source": "environment",
+        "from": "FLEET_HEAD__SILENCE_S",
+        "description": leaf_fields()["head.silence_s"].description,
+    }
+    assert settings["nodes"]["value"] == []
+
+
+def test_config_warns_of_variables_that_name_no_setting(fleet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_HAED__SILENCE_S", "5")
+    assert "FLEET_HAED__SILENCE_S is set, but names no setting" in fleet("config").stderr

@@ -1,0 +1,329 @@
+"""The commands, the head's start and its end, with a real head and stub nodes as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from examples.processes import Child, Children, command_of
+from fleet.v1.fleet_service_pb2 import (
+    CompleteRequest,
+    CreateSessionRequest,
+    GenerationEvent,
+    GenerationSpec,
+    SessionSpec,
+)
+from fleet.v1.types_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH
+from fleet_service.app import Addresses, StartError, StopRequest, serve
+from fleet_service.client import CallError, FleetClient, UnreachableError
+from fleet_service.config import FleetConfig, ListenConfig
+from node_stub.reference import StubModel, reference_tokens
+from tests.cli.conftest import Ended
+
+SLOW_RATE = 40
+MODEL = StubModel(name="stub")
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return reference_tokens(MODEL, 0, prompt, count)
+
+
+@dataclass
+class RealFleet:
+    """Nodes "a" and "b", a head, and what is needed to talk to them."""
+
+    children: Children
+    nodes: dict[str, Child]
+    head: Child
+    callers: str
+    admin: str
+
+    async def fleet(self, *arguments: str) -> Ended:
+        process = await self.start_fleet(*arguments)
+        out, err = await process.communicate()
+        assert process.returncode is not None
+        return Ended(process.returncode, out.decode(), err.decode())
+
+    async def start_fleet(self, *arguments: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(command_of("fleet"), *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"FLEET_ADDRESS": self.callers, "FLEET_ADMIN_ADDRESS": self.admin},
+        )
+
+    def client(self) -> FleetClient:
+        return FleetClient(self.callers, self.admin)
+
+    async def nodes_as_json(self) -> dict[str, dict[str, object]]:
+        listed = json.loads((await self.fleet("nodes", "--json")).out)
+        assert listed["books_balance"]
+        return {node["name"]: node for node in listed["nodes"]}
+
+    async def until_idle(self) -> None:
+        while any(node["reservations"] for node in (await self.nodes_as_json()).values()):
+            pass
+
+
+async def start_node(children: Children, name: str) -> tuple[Child, str]:
+    command = [command_of("fleet-node"), "--listen", "127.0.0.1:0", "--identity", name, "--model", MODEL.name]
+    command += ["--decode-rate", str(SLOW_RATE), "--grace", "0"]
+    child, line = await children.start(f"node-{name}", command, f"fleet-node: {name} on ")
+    return child, line.rpartition(" ")[2]
+
+
+@pytest.fixture
+async def real(tmp_path: Path) -> AsyncIterator[RealFleet]:
+    async with Children(tmp_path) as children:
+        (a, a_address), (b, b_address) = await asyncio.gather(
+            start_node(children, "a"), start_node(children, "b")
+        )
+        command = [command_of("fleet"), "serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+        command += ["--node", a_address, "--node", b_address, "--log-format", "json"]
+        head, line = await children.start("head", command, "fleet: serving")
+        _, _, rest = line.partition("callers on ")
+        callers, _, admin = rest.partition(", admin on ")
+        yield RealFleet(children, {"a": a, "b": b}, head, callers, admin)
+
+
+def whole(seconds: float, prompt: list[int]) -> CompleteRequest:
+    """A completion that takes about so long."""
+    return CompleteRequest(
+        session=SessionSpec(model=MODEL.name),
+        token_ids=prompt,
+        spec=GenerationSpec(max_new_tokens=round(seconds * SLOW_RATE)),
+    )
+
+
+# -------------------------------------------------------------------------------------------- commands
+
+
+async def test_generate_gives_exactly_the_models_answer(real: RealFleet) -> None:
+    ended = await real.fleet("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "20")
+    assert ended.code == 0
+    assert [int(token) for token in ended.out.split()] == expected([1, 2, 3], 20)
+
+
+async def test_a_session_goes_on_over_several_commands(real: RealFleet) -> None:
+    arguments = ("generate", "--session", "s1", "--model", "stub", "--max-new", "5", "--extend")
+    first = await real.fleet(*arguments, "--tokens", "1,2,3")
+    second = await real.fleet(*arguments, "--tokens", "4")
+    answer = expected([1, 2, 3], 5)
+    assert [int(token) for token in first.out.split()] == answer
+    assert [int(token) for token in second.out.split()] == expected([1, 2, 3, *answer, 4], 5)
+    (session,) = json.loads((await real.fleet("sessions", "--json")).out)["sessions"]
+    assert (session["session_id"], session["state"], session["context_length"]) == ("s1", "BOUND", 14)
+    assert "s1" in (await real.fleet("sessions")).out
+    explained = json.loads((await real.fleet("explain", "--session", "s1", "--json")).out)
+    assert explained["chosen"] in {"a", "b"}
+    assert [verdict["eligible"] for verdict in explained["verdicts"]] == [True, True]
+
+
+async def test_generate_survives_the_death_of_its_node(real: RealFleet) -> None:
+    process = await real.start_fleet(
+        *("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "80", "--json")
+    )
+    assert process.stdout is not None
+    events = []
+    async for line in process.stdout:
+        events.append(json.loads(line))
+        if len(events) == 5:
+            (started,) = [event for event in events if event["event"] == "started"]
+            real.nodes[started["node"]].kill()
+    assert await process.wait() == 0
+    received = [token for event in events if event["event"] == "tokens" for token in event["token_ids"]]
+    assert received == expected([1, 2, 3], 80)
+    (moved,) = [event for event in events if event["event"] == "moved"]
+    assert (moved["from_node"], moved["cause"]) == (started["node"], "LINK_LOST")
+    assert events[-1]["reason"] == "LENGTH"
+
+
+async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
+    process = await real.start_fleet("generate", "--model", "stub", "--tokens", "1", "--max-new", "4000")
+    assert process.stdout is not None
+    await process.stdout.readexactly(1)
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == 130
+    assert b"cancelled after" in err
+    await real.until_idle()
+
+
+async def test_a_cordoned_node_is_explained_and_gets_no_work(real: RealFleet) -> None:
+    cordoned = await real.fleet("cordon", "a", "--note", "new driver", "--json")
+    assert json.loads(cordoned.out)["cordon_note"] == "new driver"
+    explained = await real.fleet("explain", "--model", "stub", "--prompt-tokens", "3")
+    assert "it would go to b" in explained.out
+    assert "left out: cordoned" in explained.out
+    await real.fleet("cordon", "b")
+    refused = await real.fleet("generate", "--model", "stub", "--tokens", "1")
+    assert (refused.code, refused.out) == (1, "")
+    assert "[NO_ELIGIBLE_NODE]" in refused.err
+    assert "try again in" in refused.err
+    assert (await real.fleet("uncordon", "b")).code == 0
+    assert (await real.fleet("generate", "--model", "stub", "--tokens", "1", "--max-new", "2")).code == 0
+
+
+async def test_nodes_are_removed_added_and_probed(real: RealFleet) -> None:
+    address = str((await real.nodes_as_json())["a"]["address"])
+    assert (await real.fleet("nodes", "remove", "a")).code == 0
+    assert set(await real.nodes_as_json()) == {"b"}
+    again = await real.fleet("nodes", "add", address, "--json")
+    assert json.loads(again.out)["state"] == "UP"
+    twice = await real.fleet("nodes", "add", address)
+    assert (twice.code, "[NODE_ALREADY_EXISTS]" in twice.err) == (1, True)
+    assert (await real.fleet("nodes", "probe")).code == 0
+    real.nodes["a"].kill()
+    assert (await real.fleet("nodes", "probe", "a")).code == 1
+    assert (await real.fleet("nodes", "remove", "c")).code == 1
+
+
+async def test_the_first_session_of_the_readme_runs(real: RealFleet) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "examples.first_session", real.callers),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    printed = [int(line.rpartition(" ")[2]) for line in out.decode().splitlines() if "token_ids:" in line]
+    assert printed == expected([1, 2, 3], 16)
+
+
+# ------------------------------------------------------------------------------------ start and the end
+
+
+async def test_a_port_in_use_ends_the_start_with_1_and_says_so(real: RealFleet) -> None:
+    ended = await real.fleet("serve", "--listen", real.callers, "--admin-listen", "127.0.0.1:0")
+    assert (ended.code, ended.out) == (1, "")
+    assert f"fleet: cannot listen on {real.callers}" in ended.err
+    assert "in use" in ended.err
+
+
+async def test_sigterm_lets_generations_end_refuses_new_ones_and_exits_with_0(real: RealFleet) -> None:
+    async with real.client() as client, grpc.aio.insecure_channel(real.callers) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="fleet.v1.FleetService"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        received: list[int] = []
+        last = GenerationEvent()
+        async with aclosing(client.complete(whole(2, [1, 2, 3]))) as events:
+            async for last in events:
+                if not received and last.tokens.token_ids:
+                    real.head.process.send_signal(signal.SIGTERM)
+                    assert (await watch.read()).status == NOT_SERVING
+                    with pytest.raises(CallError, match="HEAD_DRAINING"):
+                        await client.ask(
+                            client.fleet.CreateSession(
+                                CreateSessionRequest(spec=SessionSpec(model=MODEL.name)), timeout=10
+                            )
+                        )
+                received += last.tokens.token_ids
+        assert received == expected([1, 2, 3], 2 * SLOW_RATE)
+        assert last.finished.reason == FINISH_REASON_LENGTH
+    assert await real.head.process.wait() == 0
+
+
+async def test_a_second_sigterm_ends_generations_at_once(real: RealFleet) -> None:
+    async with real.client() as client:
+        last = GenerationEvent()
+        received: list[int] = []
+        with_end = True
+        async with aclosing(client.complete(whole(600, [1, 2, 3]))) as events:
+            try:
+                async for last in events:
+                    if not received and last.tokens.token_ids:
+                        real.head.process.send_signal(signal.SIGTERM)
+                        real.head.process.send_signal(signal.SIGTERM)
+                    received += last.tokens.token_ids
+            except UnreachableError:
+                with_end = False
+        assert await asyncio.wait_for(real.head.process.wait(), 30) == 0
+        assert received == expected([1, 2, 3], len(received))
+        assert not with_end or last.finished.reason == FINISH_REASON_CANCELLED
+
+
+async def test_logs_go_to_standard_error_as_json_and_the_ready_line_to_standard_output(
+    tmp_path: Path,
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(command_of("fleet"), "serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"),
+        *("--log-format", "json"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    assert line.startswith(b"fleet: serving callers on 127.0.0.1:")
+    assert b", admin on 127.0.0.1:" in line
+    process.send_signal(signal.SIGINT)
+    out, err = await process.communicate()
+    assert (process.returncode, out) == (0, b"")
+    events = [json.loads(each)["event"] for each in err.decode().splitlines()]
+    assert events[0] == "serving"
+    assert events[-1] == "stopped"
+
+
+# ------------------------------------------------------------------------------------------ in-process
+
+
+ANY_PORTS = FleetConfig(listen=ListenConfig(callers="127.0.0.1:0", admin="127.0.0.1:0"), shutdown_grace_s=0.2)
+
+
+async def test_a_head_can_be_served_in_process_and_again() -> None:
+    for _ in range(2):
+        stop = StopRequest()
+        ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(ANY_PORTS, ready=ready.set_result, stop=stop))
+        where = await ready
+        async with FleetClient(where.callers, where.admin) as client:
+            with pytest.raises(CallError, match="MODEL_NOT_FOUND"):
+                async for _event in client.complete(whole(1, [1])):
+                    pytest.fail("there is no node")
+        stop.ask()
+        await serving
+
+
+async def test_a_generation_longer_than_the_grace_ends_as_cancelled(tmp_path: Path) -> None:
+    async with Children(tmp_path) as children:
+        _, address = await start_node(children, "a")
+        stop = StopRequest()
+        ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+        config = ANY_PORTS.model_copy(update={"nodes": (address,)})
+        serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
+        where = await ready
+        received: list[int] = []
+        last = GenerationEvent()
+        async with FleetClient(where.callers, where.admin) as client:
+            async with aclosing(client.complete(whole(600, [1, 2, 3]))) as events:
+                async for last in events:
+                    received += last.tokens.token_ids
+                    if received:
+                        # Asked once only: to ask again would be to end at once.
+                        stop.asked.set()
+            await serving
+        assert last.finished.reason == FINISH_REASON_CANCELLED
+        assert received == expected([1, 2, 3], len(received))
+
+
+async def test_a_port_in_use_is_a_start_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = FleetConfig(listen=ListenConfig(callers=address, admin="127.0.0.1:0"))
+        with pytest.raises(StartError, match="cannot listen on"):
+            await serve(config, ready=lambda _: pytest.fail("it cannot be ready"), stop=StopRequest())

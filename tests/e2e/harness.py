@@ -1,0 +1,479 @@
+"""A fleet to test against: stub nodes as real processes, a real head behind real gRPC, and a quiet end.
+
+The head runs in the test's own loop, so that what it holds can be looked at; its edge, its links and its
+nodes are the real ones. `World` checks at its end that the books balance and nothing is left anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+import structlog
+from google.rpc import error_details_pb2, status_pb2
+
+from fleet.stub.v1 import stub_service_pb2 as stub_pb
+from fleet.stub.v1.stub_service_pb2_grpc import StubServiceStub
+from fleet.v1 import admin_service_pb2 as admin_pb
+from fleet.v1 import fleet_service_pb2 as pb
+from fleet.v1.admin_service_pb2_grpc import AdminServiceStub
+from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
+from fleet.v1.types_pb2 import FinishReason
+from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
+from fleet_service.api.server import EdgeParts, Listener, callers_listener, operators_listener
+from fleet_service.links.plain import LinkSettings, PlainDialer
+from fleet_service.runtime.head import Head
+from fleet_service.runtime.observer import FleetObserver
+from fleet_service.runtime.settings import HeadSettings
+from node_stub.reference import StubModel, reference_tokens
+
+if TYPE_CHECKING:
+    from fleet.stub.v1.stub_service_pb2_grpc import StubServiceAsyncStub
+    from fleet.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
+    from fleet.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
+
+PATIENCE_S = 30.0
+"""Longest wait for anything; a bound that tells a hang, not a speed."""
+
+MODEL = StubModel("stub-model")
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """A prompt of its own for each salt."""
+    return [3 + (salt * 7919 + i * 104729) % 31_000 for i in range(length)]
+
+
+def expected(context: Sequence[int], n: int, model: StubModel = MODEL) -> list[int]:
+    """The exact greedy answer to `context`."""
+    return reference_tokens(model, 0, context, n)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that no event tells of."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > give_up:
+            raise AssertionError(f"did not happen within {PATIENCE_S} s: {what}")
+        await asyncio.sleep(0.01)
+
+
+class NodeProcess:
+    """One `fleet-node` process and its control service."""
+
+    def __init__(self, identity: str, flags: Sequence[str]) -> None:
+        self.identity = identity
+        self.flags = list(flags)
+        self.address = ""
+        self.frozen = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def control(self) -> StubServiceAsyncStub:
+        assert self._channel is not None
+        return StubServiceStub(self._channel)
+
+    async def start(self, port: int = 0) -> NodeProcess:
+        """Start the process and wait for its line; `port` 0 = any, or the one it had."""
+        listen = f"127.0.0.1:{port or (self.address.rpartition(':')[2] or 0)}"
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "node_stub",
+            "--listen",
+            listen,
+            "--identity",
+            self.identity,
+            *self.flags,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        line = (await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S)).decode()
+        assert " on " in line, f"fleet-node said {line!r}"
+        self.address = line.strip().rpartition(" on ")[2]
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.aio.insecure_channel(self.address, options=options)
+        return self
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        if self.alive:
+            self.signal(signal.SIGKILL)
+            assert self._process is not None
+            await self._process.wait()
+
+    async def wait_dead(self) -> None:
+        """Until the process has ended by itself."""
+        assert self._process is not None
+        await asyncio.wait_for(self._process.wait(), PATIENCE_S)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.frozen = False
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+        await self.kill()
+
+    # What it did and what it should do wrong
+
+    async def faults(self, *faults: stub_pb.Fault, reports: stub_pb.ReportFaults | None = None) -> None:
+        await self.control.SetFaults(stub_pb.SetFaultsRequest(faults=faults, reports=reports))
+
+    async def journal(self, session_id: str = "", kind: str = "") -> list[stub_pb.JournalEntry]:
+        answer = await self.control.GetJournal(stub_pb.GetJournalRequest(session_id=session_id))
+        return [entry for entry in answer.entries if not kind or entry.kind == kind]
+
+    async def holdings(self) -> stub_pb.GetHoldingsResponse:
+        return await self.control.GetHoldings(stub_pb.GetHoldingsRequest())
+
+
+@dataclass
+class HeadServer:
+    """A head with its listeners, and stubs to call them."""
+
+    head: Head
+    listeners: list[Listener]
+    channels: list[grpc.aio.Channel]
+    fleet: FleetServiceAsyncStub
+    admin: AdminServiceAsyncStub
+    address: str
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        for channel in self.channels:
+            await channel.close()
+        await self.head.stop(grace_s)
+        for listener in self.listeners:
+            await listener.stop(0)
+
+    def new_channel(self) -> grpc.aio.Channel:
+        """A connection of its own to the callers' listener."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+        channel = grpc.aio.insecure_channel(self.address, options=options)
+        self.channels.append(channel)
+        return channel
+
+
+def settings(**overrides: object) -> HeadSettings:
+    """The head's settings with short patience, so that tests of silence take seconds."""
+    defaults: dict[str, object] = {"silence_s": 1.5, "tick_s": 0.25, "command_timeout_s": 2.0}
+    return HeadSettings(**(defaults | overrides))  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    """Everything a test starts, and its end."""
+
+    nodes: list[NodeProcess] = field(default_factory=list)
+    heads: list[HeadServer] = field(default_factory=list)
+
+    async def node(self, identity: str = "", *flags: str, model: str = MODEL.name) -> NodeProcess:
+        """A stub node process; by default with 4 lanes and 200 decode steps a second."""
+        name = identity or f"node-{len(self.nodes) + 1}"
+        defaults = () if "--decode-rate" in flags else ("--decode-rate", "200")
+        lanes = () if "--lanes" in flags else ("--lanes", "4")
+        node = await NodeProcess(name, ["--model", model, *defaults, *lanes, *flags]).start()
+        self.nodes.append(node)
+        return node
+
+    async def start_nodes(self, count: int, *flags: str) -> list[NodeProcess]:
+        return list(await asyncio.gather(*(self.node(f"node-{i + 1}", *flags) for i in range(count))))
+
+    async def head(
+        self,
+        *nodes: NodeProcess | str,
+        observer: FleetObserver | None = None,
+        rpc_observer: RpcObserver | None = None,
+        **overrides: object,
+    ) -> HeadServer:
+        """A head that dials `nodes`, ready to be called."""
+        config = settings(**overrides)
+        links = LinkSettings(
+            report_period_s=min(0.5, config.silence_s / 3), command_timeout_s=config.command_timeout_s
+        )
+        head = Head(
+            config, dialer=PlainDialer(links), rng=random.Random(7), wall_clock=time.time, observer=observer
+        )
+        rng = random.Random(11)
+        parts = EdgeParts(
+            log=structlog.get_logger("edge"),
+            observer=rpc_observer or NullRpcObserver(),
+            rng=rng,
+            new_request_id=lambda: f"req-{rng.getrandbits(64):016x}",
+        )
+        listeners = [
+            callers_listener(head, parts, "127.0.0.1:0"),
+            operators_listener(head.operators, parts, "127.0.0.1:0"),
+        ]
+        await head.start([each if isinstance(each, str) else each.address for each in nodes])
+        for listener in listeners:
+            await listener.start()
+            listener.set_serving(serving=True)
+        address = f"127.0.0.1:{listeners[0].port}"
+        callers = grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
+        admin = grpc.aio.insecure_channel(f"127.0.0.1:{listeners[1].port}")
+        server = HeadServer(
+            head, listeners, [callers, admin], FleetServiceStub(callers), AdminServiceStub(admin), address
+        )
+        self.heads.append(server)
+        return server
+
+    async def close(self) -> None:
+        """Check that all is quiet and nothing is left, then end everything."""
+        try:
+            for server in self.heads:
+                await self._quiet(server)
+        finally:
+            for server in self.heads:
+                await server.stop()
+            await asyncio.gather(*(node.close() for node in self.nodes))
+
+    async def _quiet(self, server: HeadServer) -> None:
+        head = server.head
+        for generation in head.generations.running:
+            generation.cancel()
+        views, _ = head.list_sessions(1000, "", None, "")
+        for view in views:
+            await head.finish_session(view.session_id)
+        alive = [node for node in self.nodes if node.alive and not node.frozen]
+        addresses = {node.address for node in alive}
+        fleet = [node for node in head.fleet.nodes if node.address in addresses]
+        await until(lambda: not any(node.outbox for node in fleet), "revokes were delivered")
+        assert head.operators.books_balance
+        assert [node.reservations for node in head.fleet.nodes] == [0] * len(head.fleet.nodes)
+        assert [len(node.queue) for node in head.fleet.nodes] == [0] * len(head.fleet.nodes)
+        assert [node.sessions for node in head.fleet.nodes] == [0] * len(head.fleet.nodes)
+        drivers = [task for task in asyncio.all_tasks() if task.get_name().startswith("drive ")]
+        assert drivers == []
+        heads_nodes = {node.address for node in head.fleet.nodes}
+        for node in alive:
+            if node.address in heads_nodes:
+                await self._holds_nothing(node)
+
+    @staticmethod
+    async def _holds_nothing(node: NodeProcess) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            held = await node.holdings()
+            left = [holding.session_id for holding in held.holdings if not holding.fenced]
+            if not left and not held.lanes_active and not held.queue_depth:
+                return
+            assert time.monotonic() < give_up, f"{node.identity} still holds {left} or runs: {held}"
+            await asyncio.sleep(0.02)
+
+
+# What callers do
+
+
+@dataclass
+class Answer:
+    """A stream as its reader saw it."""
+
+    events: list[pb.GenerationEvent] = field(default_factory=list)
+
+    def take(self, event: pb.GenerationEvent) -> None:
+        """Check the order that every reader may rely on, event by event."""
+        kind = event.WhichOneof("event")
+        assert kind is not None
+        assert not self.finishes, "an event came after the terminal one"
+        assert bool(self.events) == (kind != "accepted"), "accepted is the first event, once"
+        if kind == "tokens" and self.first_index is not None:
+            assert event.tokens.first_index == self.first_index + len(self.tokens), "a gap or a repeat"
+        self.events.append(event)
+
+    def _of(self, kind: str) -> list[pb.GenerationEvent]:
+        return [event for event in self.events if event.WhichOneof("event") == kind]
+
+    @property
+    def generation_id(self) -> str:
+        return self.events[0].accepted.generation_id
+
+    @property
+    def first_index(self) -> int | None:
+        batches = self._of("tokens")
+        return batches[0].tokens.first_index if batches else None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self._of("tokens") for token in event.tokens.token_ids]
+
+    @property
+    def started(self) -> list[pb.Started]:
+        return [event.started for event in self._of("started")]
+
+    @property
+    def moves(self) -> list[pb.Moved]:
+        return [event.moved for event in self._of("moved")]
+
+    @property
+    def finishes(self) -> list[pb.Finished]:
+        return [event.finished for event in self._of("finished")]
+
+    @property
+    def finished(self) -> pb.Finished:
+        (finished,) = self.finishes
+        return finished
+
+    @property
+    def reason(self) -> str:
+        return pb_reason(self.finished)
+
+
+def pb_reason(finished: pb.Finished) -> str:
+    """The finish's name, e.g. LENGTH."""
+    return FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_")
+
+
+async def events_of(call: object) -> AsyncIterator[pb.GenerationEvent]:
+    """The events of a Generate, Complete or AttachGeneration call."""
+    async for response in call:  # type: ignore[attr-defined]
+        yield response.event
+
+
+async def read_all(call: object, on_event: Callable[[Answer], object] | None = None) -> Answer:
+    """The whole stream; `on_event` may look, or act, after each event (a coroutine is awaited)."""
+    answer = Answer()
+    async with asyncio.timeout(PATIENCE_S * 2):
+        async for event in events_of(call):
+            answer.take(event)
+            if on_event is not None:
+                result = on_event(answer)
+                if asyncio.iscoroutine(result):
+                    await result
+    assert len(answer.finishes) == 1
+    return answer
+
+
+def complete(
+    server: HeadServer, token_ids: Sequence[int], n: int, model: str = MODEL.name, **spec: object
+) -> object:
+    """A Complete call for `n` tokens; `spec` are fields of GenerationSpec."""
+    generation = pb.GenerationSpec(max_new_tokens=n, **spec)  # type: ignore[arg-type]
+    request = pb.CompleteRequest(session=pb.SessionSpec(model=model), token_ids=token_ids, spec=generation)
+    return server.fleet.Complete(request)
+
+
+async def open_session(
+    server: HeadServer, token_ids: Sequence[int] = (), model: str = MODEL.name, **fields: object
+) -> str:
+    """A session's id; `fields` are those of SessionSpec."""
+    spec = pb.SessionSpec(model=model, **fields)  # type: ignore[arg-type]
+    answer = await server.fleet.CreateSession(pb.CreateSessionRequest(spec=spec, token_ids=token_ids))
+    return answer.session.session_id
+
+
+def generate(server: HeadServer, session_id: str, n: int, generation_id: str = "", **spec: object) -> object:
+    """A Generate call for `n` tokens; `spec` are fields of GenerationSpec."""
+    generation = pb.GenerationSpec(max_new_tokens=n, **spec)  # type: ignore[arg-type]
+    request = pb.GenerateRequest(session_id=session_id, generation_id=generation_id, spec=generation)
+    return server.fleet.Generate(request)
+
+
+async def open_session_on(
+    server: HeadServer, node: NodeProcess, token_ids: Sequence[int] = (), **fields: object
+) -> str:
+    """A session placed on `node`: the others are cordoned meanwhile."""
+    others = [each.name for each in server.head.fleet.nodes if each.name != node.identity]
+    for name in others:
+        await server.admin.CordonNode(admin_pb.CordonNodeRequest(node=name))
+    session_id = await open_session(server, token_ids, **fields)  # type: ignore[arg-type]
+    for name in others:
+        await server.admin.UncordonNode(admin_pb.UncordonNodeRequest(node=name))
+    return session_id
+
+
+async def context_of(server: HeadServer, session_id: str) -> list[int]:
+    """The session's context as the head tells it."""
+    request = pb.GetSessionRequest(session_id=session_id, include_token_ids=True)
+    return list((await server.fleet.GetSession(request)).token_ids)
+
+
+class Reading:
+    """A stream that is read in the background, so that a test can act at a chosen moment of it."""
+
+    def __init__(self, call: object) -> None:
+        self.answer = Answer()
+        self._call = call
+        self._news = asyncio.Event()
+        self._task = asyncio.create_task(self._read(), name="reading")
+
+    async def _read(self) -> None:
+        try:
+            async for event in events_of(self._call):
+                self.answer.take(event)
+                self._news.set()
+        finally:
+            self._news.set()
+
+    async def until(self, condition: Callable[[Answer], object]) -> Answer:
+        """Wait until what was read so far fulfils `condition`."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition(self.answer):
+                if self._task.done():
+                    self._task.result()
+                    raise AssertionError(f"the stream ended first: {self.answer.events[-1:]}")
+                self._news.clear()
+                await self._news.wait()
+        return self.answer
+
+    async def until_tokens(self, count: int) -> Answer:
+        return await self.until(lambda answer: len(answer.tokens) >= count)
+
+    async def end(self) -> Answer:
+        """The whole answer; raises what ended the stream otherwise."""
+        async with asyncio.timeout(PATIENCE_S * 2):
+            await self._task
+        assert len(self.answer.finishes) == 1
+        return self.answer
+
+    async def leave(self) -> Answer:
+        """Go away, as a caller that hangs up; what had come by then."""
+        self._call.cancel()  # type: ignore[attr-defined]
+        await asyncio.wait({self._task})
+        return self.answer
+
+
+async def refused(call: object) -> tuple[str, str]:
+    """Status code and reason that a call, unary or a stream, is refused with."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for event in events_of(call):
+                raise AssertionError(f"not refused: {event}")
+        else:
+            await call  # type: ignore[misc]
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, reason_of(error)
+    raise AssertionError("not refused")
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """The reason in a status's ErrorInfo; empty when it carries none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            info = error_details_pb2.ErrorInfo()
+            for detail in status_pb2.Status.FromString(value).details:  # type: ignore[arg-type]
+                if detail.Unpack(info):
+                    return info.reason
+    return ""
