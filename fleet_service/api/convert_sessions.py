@@ -84,6 +84,7 @@ _MOVE_CAUSES = {
     MoveCause.PROTOCOL_ERROR: fleet.MOVE_CAUSE_PROTOCOL_ERROR,
     MoveCause.NO_ROOM: fleet.MOVE_CAUSE_NO_ROOM,
     MoveCause.REBALANCED: fleet.MOVE_CAUSE_REBALANCED,
+    MoveCause.NODE_REMOVED: fleet.MOVE_CAUSE_NODE_REMOVED,
 }
 _OUTCOMES = {
     CancelOutcome.CANCELLED: fleet.CancelGenerationResponse.OUTCOME_CANCELLED,

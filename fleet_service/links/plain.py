@@ -144,8 +144,8 @@ class PlainLink:
     """A NodeLink over one connection: gone with its status stream, and never connected again.
 
     A connection that takes no new calls (the node is stopping, and lets its runs come to an end) is lost when
-    its last run is over. A channel would connect anew by itself, perhaps to another run of the node's process,
-    which knows nothing of what was agreed here; so nothing is sent on a channel that has left READY.
+    its last run is over. The channel would connect anew by itself, perhaps to another run of the node's
+    process, which knows nothing of what was agreed here; so nothing is sent once it has left READY.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class PlainLink:
     async def _watch_connection(self) -> None:
         """Wait until the connection takes no new calls and its runs are over; then the link is lost."""
         await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-        while self._runs and not self._gone:
+        if self._runs:
             await asyncio.wait(self._runs)
         await self._lose(LinkLostError("the node ended the connection"))
 

@@ -141,7 +141,7 @@ class Attempt:
         for append in appends:
             self.binding.synced_tokens = None
             await self._command(self._link.append(append))
-            self.binding.synced_tokens = append.base_length + len(append.token_ids)
+            self.binding.synced(append.base_length + len(append.token_ids))
         self._confirmed = True
         return self._run_command(carrier, None, None)
 
@@ -192,7 +192,7 @@ class Attempt:
                 base_length=held + start,
                 token_ids=tail[start : start + step],
             )
-            for start in range(0, len(tail), step)
+            for start in range(0, len(tail) or int(binding.overhang), step)
         ]
 
     def _run_command(self, carrier: dict[str, str], assign: Assign | None, append: Append | None) -> Run:
@@ -268,7 +268,7 @@ class Attempt:
         if not self.binding.assigned:
             self.binding.assigned = True
             self.node.lease_renewed_s = now_s
-        self.binding.synced_tokens = self.generation.context_tokens
+        self.binding.synced(self.generation.context_tokens)
 
     def _wrong_epoch(self, epoch: int) -> None:
         session_id = self.generation.session_id

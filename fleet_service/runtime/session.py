@@ -18,9 +18,10 @@ class Binding:
 
     `sent`: an Assign may have reached the node, so leaving owes a revoke. `assigned`: the node confirmed it.
     `synced_tokens`: how much of the context the node holds, None while an answer is outstanding.
+    `overhang`: the node holds more behind that, which has been cut here since.
     """
 
-    __slots__ = ("_commands", "assigned", "epoch", "life", "node", "sent", "synced_tokens")
+    __slots__ = ("_commands", "assigned", "epoch", "life", "node", "overhang", "sent", "synced_tokens")
 
     def __init__(self, node: Node, epoch: int) -> None:
         self.node = node
@@ -29,6 +30,7 @@ class Binding:
         self.sent = False
         self.assigned = False
         self.synced_tokens: int | None = 0
+        self.overhang = False
         self._commands = 0
         node.sessions += 1
 
@@ -42,6 +44,17 @@ class Binding:
     def usable(self) -> bool:
         """Valid, and the node can be used now."""
         return self.valid and self.node.usable
+
+    def cut(self, length: int) -> None:
+        """The context was cut to `length`."""
+        if self.synced_tokens is not None and length < self.synced_tokens:
+            self.synced_tokens = length
+            self.overhang = True
+
+    def synced(self, length: int) -> None:
+        """The node holds exactly the first `length` tokens of the context."""
+        self.synced_tokens = length
+        self.overhang = False
 
     def next_command_id(self) -> int:
         self._commands += 1

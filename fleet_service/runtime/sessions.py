@@ -231,8 +231,8 @@ class Sessions:
 
     def _change_context(self, session: Session, base: int, token_ids: Sequence[int]) -> None:
         binding = session.binding
-        if binding is not None and binding.synced_tokens is not None:
-            binding.synced_tokens = min(binding.synced_tokens, base)
+        if binding is not None:
+            binding.cut(base)
         session.context.truncate(base)
         session.context.append(token_ids)
         if binding is not None:

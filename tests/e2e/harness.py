@@ -32,6 +32,7 @@ from fleet_service.api.server import EdgeParts, Listener, callers_listener, oper
 from fleet_service.links.plain import LinkSettings, PlainDialer
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver
+from fleet_service.runtime.protocols import Dialer
 from fleet_service.runtime.settings import HeadSettings
 from node_stub.reference import StubModel, reference_tokens
 
@@ -206,16 +207,18 @@ class World:
         *nodes: NodeProcess | str,
         observer: FleetObserver | None = None,
         rpc_observer: RpcObserver | None = None,
+        through: Callable[[Dialer], Dialer] | None = None,
         **overrides: object,
     ) -> HeadServer:
-        """A head that dials `nodes`, ready to be called."""
+        """A head that dials `nodes` (`through` a dialer of the test's own), ready to be called."""
         config = settings(**overrides)
         links = LinkSettings(
             report_period_s=min(0.5, config.silence_s / 3), command_timeout_s=config.command_timeout_s
         )
-        head = Head(
-            config, dialer=PlainDialer(links), rng=random.Random(7), wall_clock=time.time, observer=observer
-        )
+        dialer: Dialer = PlainDialer(links)
+        if through is not None:
+            dialer = through(dialer)
+        head = Head(config, dialer=dialer, rng=random.Random(7), wall_clock=time.time, observer=observer)
         rng = random.Random(11)
         parts = EdgeParts(
             log=structlog.get_logger("edge"),
@@ -391,17 +394,36 @@ def generate(server: HeadServer, session_id: str, n: int, generation_id: str = "
     return server.fleet.Generate(request)
 
 
+async def cordon(server: HeadServer, *nodes: NodeProcess) -> None:
+    """Let the nodes take no new work."""
+    for node in nodes:
+        await server.admin.CordonNode(admin_pb.CordonNodeRequest(node=node.identity))
+
+
+async def uncordon(server: HeadServer, *nodes: NodeProcess) -> None:
+    for node in nodes:
+        await server.admin.UncordonNode(admin_pb.UncordonNodeRequest(node=node.identity))
+
+
 async def open_session_on(
-    server: HeadServer, node: NodeProcess, token_ids: Sequence[int] = (), **fields: object
+    server: HeadServer,
+    node: NodeProcess,
+    token_ids: Sequence[int] = (),
+    session_id: str = "",
+    model: str = MODEL.name,
 ) -> str:
-    """A session placed on `node`: the others are cordoned meanwhile."""
-    others = [each.name for each in server.head.fleet.nodes if each.name != node.identity]
-    for name in others:
-        await server.admin.CordonNode(admin_pb.CordonNodeRequest(node=name))
-    session_id = await open_session(server, token_ids, **fields)  # type: ignore[arg-type]
-    for name in others:
-        await server.admin.UncordonNode(admin_pb.UncordonNodeRequest(node=name))
-    return session_id
+    """A session placed on `node`, the others being cordoned meanwhile; its id."""
+    others = [each for each in server.head.fleet.nodes if each.name != node.identity and not each.cordoned]
+    for other in others:
+        await server.admin.CordonNode(admin_pb.CordonNodeRequest(node=other.name))
+    request = pb.CreateSessionRequest(
+        session_id=session_id, spec=pb.SessionSpec(model=model), token_ids=token_ids
+    )
+    answer = await server.fleet.CreateSession(request)
+    for other in others:
+        await server.admin.UncordonNode(admin_pb.UncordonNodeRequest(node=other.name))
+    assert answer.session.node == node.identity
+    return answer.session.session_id
 
 
 async def context_of(server: HeadServer, session_id: str) -> list[int]:
