@@ -10,36 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from node_stub.engine import BusyRate, Finish, Job, Load, Pace, Phase
-from node_stub.llama_server import (
-    Caller,
-    Evaluated,
-    LlamaCallError,
-    LlamaGoneError,
-    LlamaServer,
-    evaluate,
-)
-from node_stub.rules import Model, Owner, Sampling
+from node_stub.llama_server import LlamaCallError, LlamaGoneError, LlamaServer
+from node_stub.llama_slot import Slot, draw_params, prefill_stops
+from node_stub.rules import Model, Owner
 
 log = logging.getLogger(__name__)
 
-PREFILL_CHUNK_TOKENS = 64
-_MASK_64 = (1 << 64) - 1
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """A lane: one slot of the server. `cached` is what its cache holds by now."""
-
-    number: int
-    caller: Caller
-    cached: array[int] = field(default_factory=lambda: array("I"))
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _Meter:
@@ -62,7 +47,13 @@ class _Meter:
 
 
 class LlamaEngine:
-    """See the module. `exact_replay`: see `prefill_stops`. `clock` is in seconds."""
+    """See the module. `clock` is in seconds.
+
+    `exact`: compute every token the same way, to the last bit, on whichever node and beside whatever else:
+    one call at a time, and prompts in the steps that `prefill_stops` names. Otherwise the calls of different
+    lanes run together and prompts in the fewest steps, which is faster; then an answer that fails over may
+    go on in other words than it would have.
+    """
 
     def __init__(
         self,
@@ -72,16 +63,16 @@ class LlamaEngine:
         lanes: int,
         clock: Callable[[], float],
         *,
-        exact_replay: bool = True,
+        exact: bool = True,
     ) -> None:
         self._model = Model(name, revision, server.vocab_size, server.eos_token_ids, server.window_tokens)
-        self._exact_replay = exact_replay
+        self._exact = exact
         self._clock = clock
         self._lanes = lanes
-        self._pool = ThreadPoolExecutor(lanes, thread_name_prefix="llama")
-        self._free = [_Slot(number, server.caller()) for number in range(lanes)]
+        self._pool = ThreadPoolExecutor(1 if exact else lanes, thread_name_prefix="llama")
+        self._free = [Slot(number, server.caller(), server.vocab_size) for number in range(lanes)]
         self._queues: dict[int, deque[Job]] = {}
-        self._running: dict[Job, _Slot] = {}
+        self._running: dict[Job, Slot] = {}
         self._cancelled: set[Job] = set()
         self._peak_lanes = 0
         self._tasks: asyncio.TaskGroup | None = None
@@ -153,23 +144,23 @@ class LlamaEngine:
             while queue and self._free:
                 job = queue.popleft()
                 prompt = job.admission.prompt_token_ids
-                slot = max(self._free, key=lambda slot: common_length(slot.cached, prompt))
+                slot = max(self._free, key=lambda slot: slot.held_of(prompt))
                 self._free.remove(slot)
                 self._running[job] = slot
                 self._peak_lanes = max(self._peak_lanes, len(self._running))
                 self._tasks.create_task(self._work(job, slot), name=f"llama slot {slot.number}")
 
-    async def _work(self, job: Job, slot: _Slot) -> None:
+    async def _work(self, job: Job, slot: Slot) -> None:
         finish, detail = Finish.ERROR, "the node is stopping"
         last: tuple[int, ...] = ()
         try:
             finish, last = await self._generate(job, slot)
         except LlamaCallError as error:
-            # What the slot's cache holds after a failed call is not known.
-            slot.cached, detail = array("I"), str(error)
+            detail = str(error)
             log.warning("slot %d: %s", slot.number, error)
         except LlamaGoneError as error:
             detail = str(error)
+            self._tasks = None
             raise
         finally:
             del self._running[job]
@@ -181,45 +172,39 @@ class LlamaEngine:
             job.sink.on_end(finish, detail if finish is Finish.ERROR else "")
         self._fill_lanes()
 
-    async def _generate(self, job: Job, slot: _Slot) -> tuple[Finish, tuple[int, ...]]:
+    async def _generate(self, job: Job, slot: Slot) -> tuple[Finish, tuple[int, ...]]:
         """Run the job; how it ended, and its last token, which is to travel with the finish."""
         job.sink.on_phase(Phase.PREFILL)
         admission = job.admission
         tokens = admission.prompt_token_ids[:]
         if not tokens:
             raise LlamaCallError("there is nothing to continue: the prompt is empty")
-        done = reusable_length(slot.cached, tokens, admission.context_length)
-        for stop in prefill_stops(done, admission.context_length, len(tokens), exact=self._exact_replay):
+        done = await self._call(slot.rewind, tokens, self._exact)
+        for stop in prefill_stops(done, admission.context_length, len(tokens), exact=self._exact):
             if job in self._cancelled:
                 return Finish.CANCELLED, ()
-            await self._evaluate(slot, tokens[:stop], None, self._prefill)
+            began_s = self._clock()
+            self._prefill.add(await self._call(slot.extend, tokens[:stop]), began_s)
         for generated in range(1, admission.max_new_tokens + 1):
             if job in self._cancelled:
                 return Finish.CANCELLED, ()
-            # The first draw still has the last part of the prompt to evaluate.
-            meter = self._decode if generated > 1 else self._prefill
-            drawn = await self._evaluate(slot, tokens, draw_params(admission.sampling, len(tokens)), meter)
-            if job in self._cancelled or drawn.token_id is None:
+            began_s = self._clock()
+            how = draw_params(admission.sampling, len(tokens), self._model.vocab_size)
+            token_id, is_end, evaluated = await self._call(slot.draw, tokens[:], how)
+            # The first draw had the last part of the prompt to evaluate.
+            (self._decode if generated > 1 else self._prefill).add(evaluated, began_s)
+            if job in self._cancelled:
                 return Finish.CANCELLED, ()
             if generated == 1:
                 job.sink.on_phase(Phase.DECODE)
-            tokens.append(drawn.token_id)
-            if drawn.is_end or drawn.token_id in self._model.eos_token_ids:
-                return Finish.EOS, (drawn.token_id,)
-            if generated == admission.max_new_tokens:
-                return Finish.LENGTH, (drawn.token_id,)
-            job.sink.on_tokens((drawn.token_id,))
-        raise AssertionError("the last token ends the job")
+            tokens.append(token_id)
+            if is_end or token_id in self._model.eos_token_ids:
+                return Finish.EOS, (token_id,)
+            if generated < admission.max_new_tokens:
+                job.sink.on_tokens((token_id,))
+        return Finish.LENGTH, (tokens[-1],)
 
-    async def _evaluate(
-        self, slot: _Slot, tokens: array[int], draw: dict[str, object] | None, meter: _Meter
-    ) -> Evaluated:
-        before = common_length(slot.cached, tokens)
-        began_s = self._clock()
+    async def _call(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Have a thread do a slot's work."""
         loop = asyncio.get_running_loop()
-        evaluated = await loop.run_in_executor(
-            self._pool, evaluate, slot.caller, slot.number, tokens[:], draw
-        )
-        slot.cached = tokens[:]
-        meter.add(max(1, len(tokens) - before), began_s)
-        return evaluated
+        return await loop.run_in_executor(self._pool, partial(work, *args, **kwargs))

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -85,7 +85,7 @@ class LlamaServer:
             import xllamacpp
         except ImportError as error:
             raise LlamaUnavailableError(
-                f"the llama engine is not installed ({error}); install the extra: pip install fleet-head[llama]"
+                f"the llama engine is not installed ({error}); install the extra: fleet-head[llama]"
             ) from error
         self._key = secrets.token_hex(16)
         params = xllamacpp.CommonParams()
@@ -167,41 +167,6 @@ class Caller:
         except BaseException:
             self._connection.close()
             raise
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """What one evaluation did: the token drawn (None: none was wanted), and whether it ends the answer."""
-
-    token_id: int | None
-    is_end: bool
-
-
-def evaluate(caller: Caller, slot: int, token_ids: Sequence[int], draw: Mapping[str, object] | None) -> Evaluated:
-    """Have a slot hold exactly `token_ids` in its cache, and draw the token that follows if `draw` says how.
-
-    What the slot holds already of `token_ids`, from its start, is not computed again, but for the last one.
-    One call draws one token: in a stream of many the server leaves out the ids of all but the last token of
-    a character that takes several. Raises LlamaCallError and LlamaGoneError.
-    """
-    reply = caller.post(
-        "/completion",
-        {
-            **(draw or {"temperature": 0.0}),
-            "prompt": list(token_ids),
-            "n_predict": 1 if draw is not None else 0,
-            "id_slot": slot,
-            "cache_prompt": True,
-            "return_tokens": True,
-            "stream": False,
-        },
-    )
-    if draw is None:
-        return Evaluated(None, is_end=False)
-    drawn = reply["tokens"]
-    if len(drawn) != 1:
-        raise LlamaCallError(f"/completion: {len(drawn)} tokens where one was asked for")
-    return Evaluated(int(drawn[0]), is_end=reply["stop_type"] == "eos")
 
 
 def _end_tokens(caller: Caller) -> frozenset[int]:

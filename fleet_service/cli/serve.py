@@ -1,17 +1,22 @@
-"""`fleet serve` and `fleet config`: the head itself, and the settings it would run with."""
+"""`fleet serve` and `fleet config`: the head itself, and the settings it would run with.
+
+What only these two need is imported when they run: it takes longer than the other commands do.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import print_json, say
 from fleet_service.cli.running import FAILED, WRONG_USE, fail
-from fleet_service.config_sources import ConfigError, Loaded, Setting, load
+
+if TYPE_CHECKING:
+    from fleet_service.config_sources import Loaded, Setting
 
 ConfigFile = Annotated[
     Path | None,
@@ -123,7 +128,6 @@ def serve(  # noqa: PLR0913 - one argument per option
         ),
         others,
     )
-    # What only a server needs takes half a second to import; other commands do without.
     from fleet_service.app import StartError, run
 
     try:
@@ -165,6 +169,8 @@ def _load(file: Path | None, flags: dict[str, tuple[str, Any]], others: list[str
         if not name or not sign:
             raise typer.BadParameter(f"{pair!r}: write NAME=VALUE, for example head.silence_s=3")
         flags[name.strip()] = ("--set", value)
+    from fleet_service.config_sources import ConfigError, load
+
     try:
         loaded = load(flags, file)
     except ConfigError as error:

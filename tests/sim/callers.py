@@ -8,49 +8,28 @@ import zlib
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.specs import (
     GenerationSpec,
-    OnDisconnect,
     Qos,
     Replay,
-    Sampling,
     SamplingOverride,
     SessionSpec,
 )
 from fleet_service.runtime.generation import Generation
-from fleet_service.runtime.head import Head
-from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.views import CancelOutcome, RequestKey
-from node_stub.reference import StubModel, effective_seed
-from tests.sim.oracle import Oracle
+from node_stub.reference import StubModel
+from tests.sim.plans import Surroundings, plan_generation
 from tests.sim.readers import ReadingHabits, pick_habits, read_along
 from tests.sim.records import Plan, Record
-from tests.sim.reference import expected_output
 
 T = TypeVar("T")
 
 _TRIES = 40
 _TRY_AGAIN_S = 1.5
 _NOT_NOW = frozenset({Reason.NO_ELIGIBLE_NODE, Reason.FLEET_SATURATED})
-
-
-class Surroundings(Protocol):
-    """What a caller needs of the world."""
-
-    head: Head
-    oracle: Oracle
-    settings: HeadSettings
-    models: tuple[StubModel, ...]
-    zones: tuple[str, ...]
-
-    def windows(self, model: StubModel) -> frozenset[int]:
-        """Of the nodes that serve it, in tokens."""
-
-    def check_refusal(self, error: FleetError, spec: SessionSpec, context_tokens: int) -> None:
-        """Whether the nodes, as they are, explain the refusal."""
 
 
 @dataclass(slots=True)
@@ -196,62 +175,11 @@ class Caller:
 
     # Generations
 
-    def _plan(self, model: StubModel, spec: SessionSpec, context: list[int]) -> Plan:
-        rng, settings = self._rng, self._world.settings
-        asked = SamplingOverride()
-        if rng.random() < 0.2:
-            asked = SamplingOverride(temperature=rng.choice([0.0, 0.7]), seed=rng.choice([None, 77]))
-        merged = asked.over(spec.sampling.over(Sampling(), 0), 0)
-        drawn = merged.temperature > 0 and merged.seed == 0
-        seed = None if drawn else effective_seed(merged.temperature, merged.seed)
-        limit = rng.choice([0, 1, 2, *([rng.randint(3, 80)] * 12)])
-        stop: tuple[tuple[int, ...], ...] = ()
-        if seed is not None and rng.random() < 0.4:
-            stop = self._stops(list(expected_output(model, seed, context, limit, ()).token_ids))
-        tight = rng.random() < 0.12
-        wall_s = rng.uniform(0.05, 3.0) if tight else rng.choice([60.0, 120.0, settings.default_wall_s])
-        grace_s = rng.choice([0.0, 0.0, 2.0])
-        strange = rng.random()
-        return Plan(
-            session_label=self.label,
-            model=model,
-            context=tuple(context),
-            spec=GenerationSpec(
-                max_new_tokens=limit,
-                max_wall_s=None if wall_s == settings.default_wall_s else wall_s,
-                sampling=asked,
-                stop=stop,
-                extend_context=rng.random() < 0.6,
-                on_disconnect=rng.choice(list(OnDisconnect)),
-                disconnect_grace_s=grace_s or None,
-                qos=rng.choice([None, None, *Qos]),
-            ),
-            seed=seed,
-            wall_s=wall_s,
-            grace_s=grace_s,
-            selector=bool(spec.node_selector),
-            windows=self._world.windows(model),
-            replay_never=spec.replay is Replay.NEVER,
-            engine_fails_at=rng.randint(0, 10) if strange < 0.03 else None,
-            kills_at=rng.randint(0, 10) if strange > 0.98 else None,
-        )
-
-    def _stops(self, tokens: list[int]) -> tuple[tuple[int, ...], ...]:
-        """Stop sequences, some that come and some that do not."""
-        stops: list[tuple[int, ...]] = [(1, 1, 1, 1)]
-        for _ in range(self._rng.randint(1, 3)):
-            length = self._rng.randint(1, 4)
-            if len(tokens) > length:
-                start = self._rng.randint(0, len(tokens) - length)
-                stops.append(tuple(tokens[start : start + length]))
-        self._rng.shuffle(stops)
-        return tuple(stops)
-
     async def _complete(self) -> None:
         spec = self._spec()
         model = next(model for model in self._world.models if model.name == spec.model)
         context = self._tokens(60)
-        plan = self._plan(model, spec, context)
+        plan = plan_generation(self._rng, self._world, self.label, model, spec, context)
         generation_id, key = self._names()
 
         async def ask() -> Generation:
@@ -261,7 +189,7 @@ class Caller:
 
     async def _generate(self, mine: Knowledge) -> bool:
         """One generation of the session, to its end. False: the session is over."""
-        plan = self._plan(mine.model, mine.spec, mine.context)
+        plan = plan_generation(self._rng, self._world, self.label, mine.model, mine.spec, mine.context)
         generation_id, key = self._names()
 
         async def ask() -> Generation:
@@ -355,12 +283,12 @@ class Caller:
         if record.finished is not None:
             return
         head = self._world.head
-        wrong = self._rng.choice([
+        wrong: list[Callable[[], Awaitable[object]]] = [
             lambda: head.append_tokens(mine.session_id, [5], None, None, None),
             lambda: head.park_session(mine.session_id),
             lambda: head.generate(mine.session_id, "", GenerationSpec(max_new_tokens=1), None, None),
-        ])  # fmt: skip
-        await self._must_be_refused(Reason.GENERATION_IN_PROGRESS, wrong())
+        ]
+        await self._must_be_refused(Reason.GENERATION_IN_PROGRESS, self._rng.choice(wrong)())
 
     async def _finish_early(self, mine: Knowledge, record: Record, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -403,7 +331,7 @@ class Caller:
         right = (len(mine.context), zlib.crc32(array("I", mine.context).tobytes()))
         if (view.context_length, view.context_crc32) != right:
             self._oracle.violation(
-                f"{mine.session_id} has {view.context_length} tokens (crc {view.context_crc32}), right is {right}"
+                f"{mine.session_id}: {view.context_length} tokens, crc {view.context_crc32}; right is {right}"
             )
 
     def _note(self, text: str, *values: object) -> None:

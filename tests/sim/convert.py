@@ -1,4 +1,4 @@
-"""The head's commands as the node rules' values, and the rules' refusals as the head's: what the wire does."""
+"""The head's commands as the node rules' values, and the rules' refusals as the head's."""
 
 from __future__ import annotations
 

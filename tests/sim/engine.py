@@ -1,4 +1,4 @@
-"""A simulated engine on virtual time: lanes, a queue by class, prefill, one decode step for all runs; and faults."""
+"""A simulated engine: lanes, a queue by class, prefill, one decode step for all runs; and its faults."""
 
 from __future__ import annotations
 

@@ -174,7 +174,8 @@ class FaultPlan:
             self._oracle.wire_trouble.lasting -= 1
             self._oracle.wire_trouble.last_s = self._network.loop.time()
 
-        text = f"commands are lost ({lose:.2f}), late ({late:.2f}), repeated ({repeat:.2f}) for {duration_s:.2f} s"
+        chances = f"lost ({lose:.2f}), late ({late:.2f}), repeated ({repeat:.2f})"
+        text = f"commands are {chances} for {duration_s:.2f} s"
         return Fault(at_s, text, start)
 
     def _lose_appends(self, machine: SimMachine) -> bool:

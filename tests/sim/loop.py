@@ -1,7 +1,7 @@
 """An asyncio event loop on virtual time that picks among ready callbacks by seed.
 
-No sockets, threads or real waiting: when nothing is ready, time jumps to the next timer. The same seed and the
-same program give the same order of everything; another seed gives another interleaving.
+No sockets, threads or real waiting: when nothing is ready, time jumps to the next timer. The same seed and
+the same program give the same order of everything; another seed gives another interleaving.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ class SimLoop(base_events.BaseEventLoop):
         self._max_time_s = max_time_s
         self.steps = 0
         self.unhandled: list[str] = []
-        self._ready: list[events.Handle] = []  # type: ignore[assignment]
-        self._scheduled: list[events.TimerHandle]
+        # What the base class keeps; its handles have no public face.
+        self._ready: list[Any] = []
+        self._scheduled: list[Any]
         self._timer_cancelled_count: int
+        self._stopping: bool
         self.set_exception_handler(_record_unhandled)
 
     def time(self) -> float:
         return self._now_s
 
     def drive(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run to its end, cancel what is left and close the loop. Raises SimulationError as well as main's own."""
+        """Run to its end, cancel what is left, close the loop. Raises SimulationError besides main's own."""
         try:
             return self.run_until_complete(main)
         finally:
@@ -145,7 +147,7 @@ class SimLoop(base_events.BaseEventLoop):
     def _process_events(self, event_list: list[Any]) -> None:
         raise NotImplementedError("a simulation does no I/O")
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         raise NotImplementedError("a simulation has no threads")
 
 

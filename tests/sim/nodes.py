@@ -1,4 +1,4 @@
-"""Simulated nodes: what they are like, what can go wrong with them, and the machine a node's processes live on.
+"""Simulated nodes: what they are like, what can go wrong with them, and the machines they live on.
 
 A `SimMachine` outlives its processes: it kills, stops, continues and starts them, and holds up its wires.
 """
@@ -55,7 +55,7 @@ class NodeProfile:
     step_s: float
     tokens_per_step: int
     prefill_tokens_per_s: float
-    limits: rules.Limits = rules.Limits()
+    limits: rules.Limits
     labels: Mapping[str, str] = field(default_factory=dict)
     features: frozenset[Feature] = frozenset({Feature.INLINE_BIND})
     tells_window: bool = True
@@ -187,7 +187,7 @@ class SimMachine:
             break_("keepalive had no answer")
 
     def thaw(self) -> None:
-        """SIGCONT: everything that waited happens, in order. A process stopped anew on the way stops there."""
+        """SIGCONT: everything that waited happens, in order, until the process is stopped anew."""
         self.frozen = False
         backlog, self._backlog = self._backlog, []
         for process, action in backlog:

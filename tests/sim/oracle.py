@@ -91,7 +91,7 @@ class Oracle:
         now_s = self._clock()
         if not isinstance(parent, Plan):
             self.violation(f"{info.generation_id} was started, and no caller asked for it")
-            raise AssertionError(info)
+            raise TypeError(info)
         if info.generation_id in self.records:
             self.violation(f"{info.generation_id} was started twice")
         if any(record.plan is parent for record in self.records.values()):
@@ -273,7 +273,6 @@ class Oracle:
         # The attempt that reached this index is the first of those that did not get past it.
         if without_progress > MAX_ATTEMPTS + (1 if index > 0 else 0):
             self.violation(f"{record.generation_id} had {without_progress} attempts at index {index}")
-
 
     def _explained(self, record: Record, node: str, failure: str) -> bool:
         now_s = self._clock()

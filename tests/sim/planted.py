@@ -6,9 +6,9 @@ that a careful reader may miss and that only shows under faults.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from fleet_service.domain.commands import Append, Phase, Refusal, RunFinish
@@ -172,7 +172,7 @@ def nodes_are_not_told_of_the_end() -> Iterator[None]:
 
     def wrong(self: Attempt, *arguments: Any, **named: Any) -> None:
         right(self, *arguments, **named)
-        self._link = Forgetful(self._link)  # type: ignore[assignment]
+        self._link = Forgetful(self._link)
 
     with replaced(Attempt, "__init__", wrong):
         yield
@@ -212,10 +212,7 @@ def only_the_node_says_eos() -> Iterator[None]:
 def a_callers_error_counts_against_the_node() -> Iterator[None]:
     """Rule 7: a context too long for a node is its failure."""
     rule = FAILURE_RULES[FailureClass.CONTEXT_TOO_LONG]
-    changed = type(rule)(**{
-        name: getattr(rule, name) if name != "counts_against_node" else True
-        for name in rule.__dataclass_fields__
-    })  # fmt: skip
+    changed = replace(rule, counts_against_node=True)
     FAILURE_RULES[FailureClass.CONTEXT_TOO_LONG] = changed
     try:
         yield
@@ -309,10 +306,6 @@ def a_broken_link_is_noticed_by_silence_only() -> Iterator[None]:
 
     with replaced(Attempt, "_fail", wrong):
         yield
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()
 
 
 PLANTED: tuple[Callable[[], Any], ...] = (

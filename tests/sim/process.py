@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import assert_never
 
 from fleet_service.domain.commands import (
     Append,
@@ -113,6 +114,7 @@ class SimProcess:
 
     def execute(self, introduction: Introduction, command: Command) -> Refusal | None:
         now_ms = self.now_ms
+        refusal: rules.Refusal | None
         match command:
             case Assign():
                 refusal = self.rules.assign(node_assign(command, introduction), now_ms)
@@ -126,6 +128,8 @@ class SimProcess:
                     self.engine.stop(run, finish=RunFinish.CANCELLED)
             case Revoke():
                 refusal = self.rules.revoke(command.session_id, command.epoch, now_ms)
+            case _:
+                assert_never(command)
         self.apply_effects()
         return head_refusal(refusal)
 

@@ -160,7 +160,7 @@ class Transcript:
 
 
 def right_end(record: Record, finished: Finished, now_s: float) -> str | None:
-    """What is wrong with a generation's end as far as the generation itself tells; None = nothing (rules 4–6)."""
+    """What is wrong with a generation's end, as far as it tells itself; None = nothing (rules 4-6)."""
     plan, expected = record.plan, record.expected
     count = finished.output_tokens
     if now_s > record.deadline_s + 0.002:

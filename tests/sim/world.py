@@ -26,8 +26,9 @@ from node_stub import rules
 from node_stub.reference import StubModel
 from tests.sim.callers import Caller
 from tests.sim.faults import MIN_FAULTS, FaultPlan
+from tests.sim.links import SimDialer
 from tests.sim.loop import SimLoop, SimulationError
-from tests.sim.network import SimDialer, SimNetwork
+from tests.sim.network import SimNetwork
 from tests.sim.nodes import NodeProfile, SimMachine
 from tests.sim.oracle import Oracle
 from tests.sim.process import SimProcess

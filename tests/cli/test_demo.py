@@ -1,0 +1,140 @@
+"""The demonstration: its ledger sees every fault it claims to see, and the whole of it succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import trace
+from examples.demo import verdict
+from examples.ledger import Entry, by_fate, total
+
+ROOT = Path(__file__).parents[2]
+
+
+def answered(*pieces: tuple[int, list[int]], moves: list[str] | None = None) -> Entry:
+    """An answer of 10, 11, 12, 13 received in these pieces, half a second apart."""
+    entry = Entry(expected=[10, 11, 12, 13], moves=moves or [], finish="LENGTH", done=True)
+    for number, (first_index, ids) in enumerate(pieces):
+        entry.take(first_index, ids, number / 2)
+    return entry
+
+
+MOVED = answered((0, [10, 11]), (2, [12, 13]), moves=["LINK_LOST"])
+
+
+def test_an_exact_answer_in_pieces_is_exact() -> None:
+    assert MOVED.exact
+    assert (MOVED.lost, MOVED.repeated, MOVED.longest_gap_s) == (0, 0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "entry,lost,repeated",
+    [
+        (answered((0, [10, 11]), (3, [13])), 1, 0),
+        (answered((0, [10, 11])), 2, 0),
+        (answered((0, [10, 11]), (1, [11, 12, 13])), 0, 1),
+        (answered((0, [10, 11]), (2, [12, 99])), 0, 0),
+        (answered((0, [10, 11, 12, 13, 14])), 0, 0),
+        (answered(), 4, 0),
+    ],
+    ids=["gap", "short", "repeat", "wrong", "long", "nothing"],
+)
+def test_a_faulty_answer_is_not_exact_and_fails_the_demonstration(
+    entry: Entry, lost: int, repeated: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not entry.exact
+    assert (entry.lost, entry.repeated) == (lost, repeated)
+    assert verdict([MOVED, entry], as_json=False) == 1
+    line = f"demo: 2 sessions, 1 exact, {lost} lost, {repeated} repeated, 1 moved"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+def test_a_wrong_finish_or_an_error_is_not_exact() -> None:
+    entry = answered((0, [10, 11, 12, 13]))
+    entry.finish = "WALL_CLOCK"
+    assert not entry.exact
+    entry.finish, entry.error = "LENGTH", "UNAVAILABLE"
+    assert not entry.exact
+
+
+def test_the_demonstration_succeeds_only_when_something_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict([answered((0, [10, 11, 12, 13]))], as_json=False) == 1
+    assert "nothing was shown" in capsys.readouterr().out
+    assert verdict([MOVED], as_json=False) == 0
+
+
+def test_as_json_the_totals_are_one_object_and_the_line_goes_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verdict([MOVED], as_json=True) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "shown": True,
+        "sessions": 1,
+        "exact": 1,
+        "lost": 0,
+        "repeated": 0,
+        "moved": 1,
+        "tokens": 4,
+        "longest_gap_s": 0.5,
+    }
+    assert printed.err == "demo: 1 sessions, 1 exact, 0 lost, 0 repeated, 1 moved\n"
+
+
+def test_sessions_are_grouped_by_their_first_move() -> None:
+    groups = by_fate([MOVED, answered((0, [10])), MOVED])
+    assert {fate: total(group).sessions for fate, group in groups.items()} == {
+        "undisturbed": 1,
+        "LINK_LOST": 2,
+    }
+
+
+def test_the_slice_of_the_trace_has_the_lengths_its_description_says() -> None:
+    requests = trace.load(150, vocab_size=100)
+    assert len(requests) == 150
+    assert sum(len(request.prompt) for request in requests) == 173_574
+    assert sum(request.answer_tokens for request in requests) == 33_687
+    assert [request.at_s for request in requests] == sorted(request.at_s for request in requests)
+    assert requests == trace.load(150, vocab_size=100)
+
+
+@pytest.mark.slow
+async def test_the_whole_demonstration_succeeds() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "examples.demo"), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    out, _ = await process.communicate()
+    last = out.decode().splitlines()[-1]
+    assert process.returncode == 0, out.decode()
+    assert re.fullmatch(r"demo: 150 sessions, 150 exact, 0 lost, 0 repeated, [1-9]\d* moved", last)
+
+
+@pytest.mark.slow
+async def test_an_interrupted_demonstration_leaves_no_process_behind() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "examples.demo"), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    while b"are up" not in await process.stdout.readline():
+        pass
+    children = await children_of(process.pid)
+    assert len(children) == 4
+    process.send_signal(signal.SIGTERM)
+    await process.communicate()
+    assert process.returncode == 130
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+async def children_of(pid: int) -> list[int]:
+    listing = await asyncio.create_subprocess_exec(
+        *("ps", "-o", "pid=", "--ppid", str(pid)), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await listing.communicate()
+    return [int(each) for each in out.split()]
