@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TextIO
 
 from rich import box
 from rich.console import Console
@@ -75,10 +75,8 @@ class BarScreen:
 class LineScreen:
     """A line every two seconds, and one per event."""
 
-    def __init__(
-        self, write: Callable[[str], object], sessions: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._write = write
+    def __init__(self, out: TextIO, sessions: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out = out
         self._sessions = sessions
         self._clock = clock
         self._began_s = clock()
@@ -101,7 +99,7 @@ class LineScreen:
             self._line(f"{answered}/{self._sessions} answered, {streaming} streaming, {tokens:,} tokens")
 
     def _line(self, text: str) -> None:
-        self._write(f"{self._clock() - self._began_s:5.1f} s  {text}\n")
+        print(f"{self._clock() - self._began_s:5.1f} s  {text}", file=self._out, flush=True)
 
 
 def make_screen(sessions: int, *, as_json: bool) -> Screen:
@@ -109,7 +107,7 @@ def make_screen(sessions: int, *, as_json: bool) -> Screen:
     console = Console()
     if console.is_terminal and not as_json:
         return BarScreen(console, sessions)
-    return LineScreen((sys.stderr if as_json else sys.stdout).write, sessions)
+    return LineScreen(sys.stderr if as_json else sys.stdout, sessions)
 
 
 def print_table(entries: list[Entry]) -> None:

@@ -112,6 +112,7 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
         parts.push_async_callback(callers.stop, 0.0)
         parts.push_async_callback(admin.stop, 0.0)
         await head.start(config.nodes)
+        callers.set_serving(head.ready)
         await callers.start()
         await admin.start()
         async with asyncio.TaskGroup() as tasks:

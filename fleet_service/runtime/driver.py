@@ -157,8 +157,9 @@ class Driver:
             if barred is not None:
                 generation.decide(FinishReason.ERROR, error=barred)
                 return
-            if failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.detail == "full":
-                generation.decide(FinishReason.LENGTH)
+            full = failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.detail == "full"
+            if full and refusal.reason is Reason.CONTEXT_TOO_LONG:
+                generation.decide(FinishReason.LENGTH)  # no node, up or down, has room for one token more
                 return
             waits = refusal.reason in (Reason.NO_ELIGIBLE_NODE, Reason.FLEET_SATURATED)
             if not waits or loop.time() >= give_up_s:

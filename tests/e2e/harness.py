@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 import structlog
-from google.rpc import error_details_pb2, status_pb2
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.stub.v1.stub_service_pb2_grpc import StubServiceStub
@@ -475,27 +474,3 @@ class Reading:
         self._call.cancel()  # type: ignore[attr-defined]
         await asyncio.wait({self._task})
         return self.answer
-
-
-async def refused(call: object) -> tuple[str, str]:
-    """Status code and reason that a call, unary or a stream, is refused with."""
-    try:
-        if hasattr(call, "__aiter__"):
-            async for event in events_of(call):
-                raise AssertionError(f"not refused: {event}")
-        else:
-            await call  # type: ignore[misc]
-    except grpc.aio.AioRpcError as error:
-        return error.code().name, reason_of(error)
-    raise AssertionError("not refused")
-
-
-def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """The reason in a status's ErrorInfo; empty when it carries none."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
-            info = error_details_pb2.ErrorInfo()
-            for detail in status_pb2.Status.FromString(value).details:  # type: ignore[arg-type]
-                if detail.Unpack(info):
-                    return info.reason
-    return ""

@@ -1,4 +1,4 @@
-"""An end that was delivered is the end, though its node never said so: no further attempt, the right finish."""
+"""A delivered end is the end, though its node never said so: no further attempt, the right finish."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ def prompt_with_answer_of(least: int, most: int) -> list[int]:
     return next(context for context in candidates if least <= len(expected(context, N, MODEL)) <= most)
 
 
-def fault(point: int, action: int, session_prefix: str, after_tokens: int = 0) -> stub_pb.Fault:
-    return stub_pb.Fault(
-        point=point,
-        action=action,
-        session_prefix=session_prefix,
-        after_tokens=after_tokens,  # type: ignore[arg-type]
-    )
+def fault(
+    point: stub_pb.FaultPoint, action: stub_pb.FaultAction, session_prefix: str, after_tokens: int = 0
+) -> stub_pb.Fault:
+    return stub_pb.Fault(point=point, action=action, session_prefix=session_prefix, after_tokens=after_tokens)
 
 
 def sequences(*token_ids: Sequence[int]) -> list[TokenSequence]:
@@ -60,8 +57,10 @@ def check(answer: Answer, tokens: Sequence[int], reason: str, stop_index: int | 
     assert (answer.moves, answer.finished.attempts) == ([], 1)
 
 
-@pytest.mark.parametrize("action", [stub_pb.FAULT_ACTION_DIE, stub_pb.FAULT_ACTION_STALL])
-async def test_a_delivered_end_needs_no_word_of_the_node(world: World, action: int) -> None:
+@pytest.mark.parametrize(
+    "action", [stub_pb.FAULT_ACTION_DIE, stub_pb.FAULT_ACTION_STALL], ids=["dies", "falls silent"]
+)
+async def test_a_delivered_end_needs_no_word_of_the_node(world: World, action: stub_pb.FaultAction) -> None:
     nodes = await asyncio.gather(
         *(world.node(name, *FLAGS, model=MODEL.name) for name in ("eos", "stop", "last", "spare"))
     )
@@ -107,7 +106,7 @@ async def test_an_end_split_over_the_seam_of_a_failover_is_found(world: World) -
     )
     for name in cuts:
         await open_session_on(server, doomed, ends if name == "eos" else goes_on, name, MODEL.name)
-    stop = sequences(answer[12:14] + [1], answer[10:14])
+    stop = sequences([*answer[12:14], 1], answer[10:14])
     readings = {name: Reading(generate(server, name, N, stop=stop, extend_context=True)) for name in cuts}
     for name, cut in cuts.items():
         await readings[name].until_tokens(cut)

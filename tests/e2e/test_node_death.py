@@ -1,4 +1,4 @@
-"""A node dies at any moment: what was delivered stands, the rest comes from another node, exact to the token."""
+"""A node dies at any moment: what was delivered stands, another node says the rest, exact to the token."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ async def test_a_node_that_dies_between_any_two_steps_of_a_later_turn_is_outlive
 def fault_of(point: str) -> stub_pb.Fault:
     """The fault that FAULT_POINTS names, with DIE."""
     name, _, tokens = point.partition("=")
-    number = stub_pb.FaultPoint.Value(f"FAULT_POINT_{name.upper().replace('-', '_')}")
-    return stub_pb.Fault(point=number, action=stub_pb.FAULT_ACTION_DIE, after_tokens=int(tokens or 0))
+    point_name = f"FAULT_POINT_{name.upper().replace('-', '_')}"
+    return stub_pb.Fault(point=point_name, action=stub_pb.FAULT_ACTION_DIE, after_tokens=int(tokens or 0))
 
 
 async def test_an_answer_outlives_three_nodes_in_turn_and_a_moment_without_any(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Context windows: what fits nowhere is said at once, what fits somewhere goes there, output ends where it must."""
+"""Context windows: what fits nowhere is said at once, what fits somewhere goes there and ends where it must."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fleet.v1 import fleet_service_pb2 as pb
 from node_stub.reference import StubModel
 from tests.e2e.harness import (
     MODEL,
-    Answer,
     HeadServer,
+    Reading,
     World,
     complete,
     context_of,
@@ -23,7 +23,7 @@ from tests.e2e.harness import (
     until,
 )
 from tests.e2e.local_nodes import LocalNode, local_node
-from tests.e2e.refused import refusal_of
+from tests.e2e.refused import Refused, refusal_of
 
 NARROW, WIDE = 64, 256
 OTHER = StubModel("other-model")
@@ -50,12 +50,12 @@ async def went_down(server: HeadServer, node: LocalNode) -> None:
     await until(lambda: known.state.value == "down", f"{node.identity} is down")
 
 
-def check_too_long(error: object, code: str, tokens: int, widest: int) -> None:
-    assert error.what == (code, "CONTEXT_TOO_LONG")  # type: ignore[attr-defined]
-    assert error.metadata["model"] == MODEL.name  # type: ignore[attr-defined]
-    assert error.metadata["promptTokens"] == str(tokens)  # type: ignore[attr-defined]
-    assert error.metadata["maxContextTokens"] == str(widest)  # type: ignore[attr-defined]
-    assert error.retry_after_s is None  # type: ignore[attr-defined]
+def check_too_long(error: Refused, code: str, tokens: int, widest: int) -> None:
+    assert error.what == (code, "CONTEXT_TOO_LONG")
+    assert error.metadata["model"] == MODEL.name
+    assert error.metadata["promptTokens"] == str(tokens)
+    assert error.metadata["maxContextTokens"] == str(widest)
+    assert error.retry_after_s is None
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold fleet", "warm fleet"])
@@ -183,6 +183,21 @@ async def test_going_on_at_a_narrower_node_does_not_change_where_the_output_ends
     assert (answer.reason, answer.tokens) == ("LENGTH", expected(prompt(50), 100))
 
 
+async def test_a_full_narrow_node_waits_for_the_wide_one_that_is_down_to_come_back(world: World) -> None:
+    narrow, wide = await narrow_and_wide(world)
+    server = await world.head(narrow, wide)
+    session_id = await open_session_on(server, wide, prompt(50))
+    await wide.faults(STALL_AFTER_5)
+    reading = Reading(generate(server, session_id, 100))
+    await reading.until_tokens(5)
+    await wide.kill()
+    await reading.until_tokens(NARROW - 50)
+    await wide.start()
+    answer = await reading.end()
+    assert [move.to_node for move in answer.moves] == ["narrow", "wide"]
+    assert (answer.reason, answer.tokens) == ("LENGTH", expected(prompt(50), 100))
+
+
 async def test_a_node_that_says_no_window_and_refuses_the_length_is_left_for_one_that_holds_it(
     world: World,
 ) -> None:
@@ -202,7 +217,3 @@ async def test_a_node_that_says_no_window_and_refuses_the_length_is_left_for_one
     assert [(move.to_node, move.cause) for move in answer.moves] == [("wide", pb.MOVE_CAUSE_NO_ROOM)]
     assert answer.tokens == expected(prompt(100), 8)
     assert [node.failures for node in server.head.fleet.nodes] == [{}, {}]
-
-
-def is_error(answer: Answer, reason: str) -> bool:
-    return answer.reason == "ERROR" and answer.finished.error.reason == reason

@@ -1,6 +1,7 @@
 """The runtime's `Dialer` and `NodeLink` over simulated wires.
 
-Commands are calls of their own: they may overtake one another, be lost (or their answers), come late or twice.
+Commands are calls of their own: they may overtake one another, be lost (or their answers), come late or
+twice.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ FREE_FAILURES = frozenset({"busy", "fenced", "rebalanced", "evicted", "removed",
 MAX_ATTEMPTS = 3
 MAX_KILLS_AT_ONE_INDEX = 2
 MAX_SAME_FAILURES = 5
-# Failures of an attempt that only something wrong with its node, or with the wire, explains; and for how long.
+# Failures of an attempt that only trouble with its node, or with the wire, explains; and for how long.
 _EXPLAINED_BY_TROUBLE = {
     "link_lost": 12.0,
     "node_silent": 12.0,

@@ -1,7 +1,7 @@
 """Bugs to plant in the head, one at a time, to prove that the simulation finds such bugs.
 
-Each is a context manager that replaces a method of the runtime or the domain while it is open: the kind of slip
-that a careful reader may miss and that only shows under faults.
+Each is a context manager that replaces a method of the runtime or the domain while it is open: the kind of
+slip that a careful reader may miss and that only shows under faults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One seeded world: a head, its nodes, callers and faults, from the first session to the last; and its checks.
+"""One seeded world: a head, its nodes, callers and faults, from the first session to the last; its checks.
 
 `run_seed` is the whole simulation of one seed. The head is the product's own, on virtual time; only its
 `Dialer` and the links are simulated.
@@ -17,25 +17,23 @@ from typing import Any
 import structlog
 
 from fleet_service.domain.errors import FleetError, Reason
-from fleet_service.domain.node_types import Feature, NodeState
+from fleet_service.domain.node_types import NodeState
 from fleet_service.domain.specs import SessionSpec
 from fleet_service.runtime.head import Head
-from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.views import NodeInfo
-from node_stub import rules
 from node_stub.reference import StubModel
 from tests.sim.callers import Caller
 from tests.sim.faults import MIN_FAULTS, FaultPlan
 from tests.sim.links import SimDialer
 from tests.sim.loop import SimLoop, SimulationError
+from tests.sim.making import MODELS, ZONES, make_profiles, make_settings
 from tests.sim.network import SimNetwork
-from tests.sim.nodes import NodeProfile, SimMachine
+from tests.sim.nodes import SimMachine
 from tests.sim.oracle import Oracle
 from tests.sim.process import SimProcess
 from tests.sim.records import Record
 from tests.sim.story import Story
 
-MIN_NODES, MAX_NODES = 3, 5
 MIN_CALLERS, MAX_CALLERS = 10, 14
 EPOCH_UNIX_S = 1_700_000_000.0
 _WATCH_PERIOD_S = 0.7
@@ -43,19 +41,15 @@ _QUIET_WITHIN_S = 90.0
 # How long a node may still run what was decided: a hang-up's way, and how late an end is noticed.
 _RUN_ON_S = 3.0
 _LONG_WALL_S = 300.0
-_MODELS = (
-    StubModel("model-a", "r1", vocab_size=100, eos_token_id=2, eos_per_mille=12),
-    StubModel("model-b", "r7", vocab_size=100, eos_token_id=1, eos_per_mille=0),
-)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one seed. `story` is told only on a failure."""
+    """What came of one seed."""
 
     seed: int
     violations: list[str]
-    story: str
+    story: Story
     nodes: int = 0
     callers: int = 0
     faults: int = 0
@@ -69,8 +63,10 @@ class Outcome:
     def report(self) -> str:
         """For a person: what went wrong, the story, and how to see this one seed again."""
         wrong = "\n".join(f"  {text}" for text in self.violations)
-        again = f"FLEET_SIM_SEED={self.seed} python -m pytest tests/sim/test_simulation.py -k one_seed"
-        return f"seed {self.seed}:\n{wrong}\n\n{self.story}\n\nseed {self.seed}:\n{wrong}\nagain: {again}"
+        again = f"FLEET_SIM_SEED={self.seed} python -m pytest tests/sim/test_simulation.py"
+        return (
+            f"seed {self.seed}:\n{wrong}\n\n{self.story.tell()}\n\nseed {self.seed}:\n{wrong}\nagain: {again}"
+        )
 
 
 def run_seed(seed: int) -> Outcome:
@@ -110,12 +106,12 @@ class World:
         self.oracle = Oracle(loop.time, self.story, self._stop)
         self.oracle.judge_placement = self._judge_placement
         self.network = SimNetwork(loop, random.Random(rng.random()), self.story.note)
-        self.models = _MODELS
-        self.zones = ("east", "west")
-        self.settings = _settings(rng)
+        self.models: tuple[StubModel, ...] = MODELS
+        self.zones: tuple[str, ...] = ZONES
+        self.settings = make_settings(rng)
         self.machines = [
             SimMachine(profile, self.network, random.Random(rng.random()), self.oracle, SimProcess)
-            for profile in _profiles(rng)
+            for profile in make_profiles(rng)
         ]
         self.callers: list[Caller] = []
         self.faults: FaultPlan
@@ -320,7 +316,7 @@ class World:
         return Outcome(
             seed=seed,
             violations=oracle.violations,
-            story=self.story.tell() if oracle.violations else "",
+            story=self.story,
             nodes=len(self.machines),
             callers=len(self.callers),
             faults=self.faults.struck,
@@ -337,50 +333,6 @@ def _serves(machine: SimMachine, spec: SessionSpec) -> bool:
     profile = machine.profile
     labels = all(profile.labels.get(key) == value for key, value in spec.node_selector.items())
     return labels and any(model.name == spec.model for model in profile.models)
-
-
-def _settings(rng: random.Random) -> HeadSettings:
-    return HeadSettings(
-        policy=rng.choice(["load-aware", "load-aware", "least-loaded", "round-robin"]),
-        queue_limit_per_node=rng.choice([3, 256, 256]),
-        lanes_per_node=rng.choice([0, 0, 0, 8]),
-        placement_wait_s=15.0,
-        lease_s=20.0,
-        lease_renew_s=13.0,
-        generation_stall_s=8.0,
-        idle_unbind_s=6.0,
-        default_orphan_timeout_s=200.0,
-    )
-
-
-def _profiles(rng: random.Random) -> list[NodeProfile]:
-    count = rng.randint(MIN_NODES, MAX_NODES)
-    profiles: list[NodeProfile] = []
-    for number in range(count):
-        wide = number < 2 or rng.random() < 0.7
-        limits = rules.Limits(
-            max_sessions=4096 if number < 2 else rng.choice([4096, 4096, 3]),
-            kv_blocks_total=0 if number < 2 else rng.choice([0, 0, 24]),
-            default_lease_ms=20_000,
-        )
-        profiles.append(
-            NodeProfile(
-                name=f"node-{number}",
-                models=_MODELS if number < 2 or rng.random() < 0.5 else _MODELS[:1],
-                max_context_tokens=4096 if wide else rng.choice([48, 96, 160]),
-                lanes=rng.randint(1, 4),
-                step_s=rng.choice([0.01, 0.03, 0.08]),
-                tokens_per_step=rng.choice([1, 1, 2, 5]),
-                prefill_tokens_per_s=rng.choice([50.0, 400.0, 4000.0]),
-                limits=limits,
-                labels={
-                    "zone": "east" if number == 0 else "west" if number == 1 else rng.choice(["east", "west"])
-                },
-                features=frozenset({Feature.INLINE_BIND}) if rng.random() < 0.7 else frozenset(),
-                tells_window=wide or rng.random() < 0.5,
-            )
-        )
-    return profiles
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[str]:

@@ -1,0 +1,69 @@
+"""Seeded worlds against the head: whatever fails, the rules that always hold hold (design: Rules).
+
+`FLEET_SIM_SEEDS` says how many seeds (200), `FLEET_SIM_SEED` that only this one is to run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.sim.faults import MIN_FAULTS
+from tests.sim.making import MIN_NODES
+from tests.sim.nodes import RunFault
+from tests.sim.world import MIN_CALLERS, Outcome, run_seed
+
+_CHUNK = 20
+_ONE = os.environ.get("FLEET_SIM_SEED")
+_COUNT = int(os.environ.get("FLEET_SIM_SEEDS", "200"))
+_SEEDS = [int(_ONE)] if _ONE else list(range(_COUNT))
+_CHUNKS = [_SEEDS[start : start + _CHUNK] for start in range(0, len(_SEEDS), _CHUNK)]
+
+
+def _is_as_wild_as_promised(outcome: Outcome) -> bool:
+    enough = outcome.nodes >= MIN_NODES >= 3 and outcome.faults >= MIN_FAULTS >= 5
+    return enough and outcome.callers >= MIN_CALLERS >= 10
+
+
+@pytest.mark.parametrize("seeds", _CHUNKS, ids=lambda seeds: f"seeds_{seeds[0]}_to_{seeds[-1]}")
+def test_whatever_fails_every_token_arrives_once_and_everything_ends_well(seeds: list[int]) -> None:
+    for seed in seeds:
+        outcome = run_seed(seed)
+        assert not outcome.violations, outcome.report()
+        assert _is_as_wild_as_promised(outcome), outcome
+
+
+def test_a_seed_tells_the_same_story_again_also_in_another_process() -> None:
+    told = run_seed(11).story.lines()
+    assert run_seed(11).story.lines() == told
+    program = "from tests.sim.world import run_seed; print(len(run_seed(11).story.tell()))"
+    lengths = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert lengths == {f"{len(run_seed(11).story.tell())}\n"}
+
+
+def test_the_worlds_meet_every_kind_of_fault_and_of_end() -> None:
+    struck: Counter[str] = Counter()
+    finishes: Counter[str] = Counter()
+    moves = 0
+    for seed in range(60):
+        outcome = run_seed(seed)
+        struck += outcome.struck
+        finishes += outcome.finishes
+        moves += outcome.moves
+    assert {fault.value for fault in RunFault} <= struck.keys()
+    assert finishes.keys() == {"EOS", "STOP", "LENGTH", "CANCELLED", "WALL_CLOCK", "ERROR"}
+    assert moves > 60
