@@ -184,7 +184,8 @@ class HeadConfig(_Section):
     """Most request_ids remembered"""
     max_held_cancels: int = Field(_RUNTIME.max_held_cancels, ge=1, le=10_000_000)
     """Most cancels that wait for their generation"""
-    max_outbox_per_node: int = Field(_RUNTIME.max_outbox_per_node, ge=1, le=10_000_000)
+    max_total_context_tokens: int = Field(_RUNTIME.max_total_context_tokens, ge=1, le=1_000_000_000_000)
+    max_finished_tokens: int = Field(_RUNTIME.max_finished_tokens, ge=0, le=1_000_000_000_000)
     """Most revokes owed to one node"""
 
     @model_validator(mode="after")

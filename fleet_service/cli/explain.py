@@ -79,7 +79,7 @@ def _row(verdict: NodeVerdict) -> tuple[str, ...]:
     return (
         verdict.node,
         "eligible" if verdict.eligible else f"left out: {verdict.left_out}",
-        duration(verdict.eta_ms) if verdict.HasField("eta_ms") else "-",
+        duration(verdict.eta_ms) if verdict.eligible and verdict.HasField("eta_ms") else "-",
         str(verdict.ahead),
         f"{verdict.decode_tokens_per_s}/s",
         f"{verdict.prefill_tokens_per_s}/s",

@@ -124,6 +124,8 @@ def generate(  # noqa: PLR0913 - one argument per option
         raise typer.BadParameter("say --model NAME, or --session ID of a session that is there")
     if not tokens and not session:
         raise typer.BadParameter("say --tokens IDS, for example --tokens 1,2,3")
+    if label and not model:
+        raise typer.BadParameter("--label is for a new session: say --model NAME as well")
     sampling = _sampling(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed)
     spec = GenerationSpec(
         max_new_tokens=max_new,

@@ -122,7 +122,10 @@ def probe(
         if as_json:
             print_json(plain(reply))
         else:
-            print_table(("NODE", "ADDRESS", "ANSWER", "MODELS", "DETAIL"), map(_probe_row, reply.probes))
+            print_table(("NODE", "ADDRESS", "ANSWER", "MODELS"), map(_probe_row, reply.probes))
+            for each in reply.probes:
+                if each.detail:
+                    typer.echo(f"{each.name}: {each.detail}")
         return 0 if all(each.reachable for each in reply.probes) else FAILED
 
     run(work(), address=admin_address, as_json=as_json)
@@ -173,8 +176,12 @@ def _show_node(node: Node, *, as_json: bool) -> None:
 
 
 def _print_nodes(nodes: list[Node]) -> None:
-    columns = ("NODE", "ADDRESS", "STATE", "MODELS", "LANES", "QUEUED", "SESSIONS", "KV", "REPORT", "NOTE")
+    columns = ("NODE", "ADDRESS", "STATE", "MODELS", "LANES", "QUEUED", "SESSIONS", "KV", "REPORT")
     print_table(columns, map(_node_row, nodes), right=("LANES", "QUEUED", "SESSIONS", "KV", "REPORT"))
+    # Too long for a column.
+    for node in nodes:
+        if note := _note(node):
+            typer.echo(f"{node.name}: {note}")
 
 
 def _node_row(node: Node) -> tuple[str, ...]:
@@ -190,7 +197,6 @@ def _node_row(node: Node) -> tuple[str, ...]:
         str(node.sessions),
         f"{100 * node.report.kv_blocks_used // total} %" if total else "-",
         duration(node.report_age_ms) if node.HasField("report") else "-",
-        _note(node),
     )
 
 
@@ -210,5 +216,4 @@ def _probe_row(found: NodeProbe) -> tuple[str, ...]:
         found.address,
         duration(found.latency_ms) if found.reachable else "none",
         ", ".join(model.name for model in found.models) or "-",
-        found.detail,
     )

@@ -89,7 +89,8 @@ def _as_lines(error: CallError, address: str) -> list[str]:
             "  callers' and operators' services have an address each: --address, --admin-address",
         ]
     lines = [f"fleet: {error.message} [{error.reason or error.code.name}]"]
-    lines += [f"  {name}: {text}" for name, text in error.violations]
+    violations = [f"{name}: {text}" for name, text in error.violations]
+    lines += [f"  {violation}" for violation in violations if violation not in error.message]
     lines += [
         f"  {key}: {value}" for key, value in sorted(error.metadata.items()) if value not in error.message
     ]

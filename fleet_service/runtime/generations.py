@@ -47,7 +47,8 @@ class Generations:
         self._loop = context.loop
         self._by_id: dict[str, Generation] = {}
         self._running: dict[str, Generation] = {}
-        self._finished: deque[tuple[float, str]] = deque()
+        self._finished: deque[tuple[float, Generation]] = deque()
+        self._finished_tokens = 0
         self._held_cancels: OrderedDict[str, float] = OrderedDict()
 
     @property
@@ -193,13 +194,26 @@ class Generations:
         if generation.spec.extend_context and not session.finished:
             self._sessions.extend_context(session, generation.log.slice(0))
         self._running.pop(generation.generation_id, None)
-        self._finished.append((self._loop.time() + self._settings.finished_kept_s, generation.generation_id))
-        while len(self._finished) > self._settings.max_generations:
-            self._by_id.pop(self._finished.popleft()[1], None)
+        self._keep_for_a_while(generation)
         if session.ephemeral:
             self._after_winding_down(session, lambda: self._sessions.remove(session))
         elif not session.finished:
             self._sessions.touch(session)
+
+    def _keep_for_a_while(self, generation: Generation) -> None:
+        settings = self._settings
+        self._finished.append((self._loop.time() + settings.finished_kept_s, generation))
+        self._finished_tokens += generation.log.received
+        while (
+            len(self._finished) > settings.max_generations
+            or self._finished_tokens > settings.max_finished_tokens
+        ):
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _until_s, generation = self._finished.popleft()
+        self._finished_tokens -= generation.log.received
+        self._by_id.pop(generation.generation_id, None)
 
     @staticmethod
     def _after_winding_down(session: Session, then: Callable[[], object]) -> None:
@@ -212,7 +226,7 @@ class Generations:
     def forget_old(self, now_s: float) -> None:
         """Drop what was finished long enough ago, and cancels nobody came for; O(what is dropped)."""
         while self._finished and self._finished[0][0] <= now_s:
-            self._by_id.pop(self._finished.popleft()[1], None)
+            self._forget_oldest()
         while self._held_cancels:
             generation_id, until_s = next(iter(self._held_cancels.items()))
             if until_s > now_s:

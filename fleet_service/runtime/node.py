@@ -87,7 +87,7 @@ class Node:
         self.life = 0
         self.sessions = 0
         self.lease_renewed_s = clock()
-        self.running: set[Reservation] = set()
+        self.running: dict[Reservation, None] = {}
         self.queue: LaneQueue[Reservation] = LaneQueue(settings.queue_limit_per_node)
         self.reservations = 0
         self.outbox: dict[str, OwedRevoke] = {}
@@ -226,7 +226,7 @@ class Node:
             if reservation is None:
                 return
             reservation.ticket = None
-            self.running.add(reservation)
+            self.running[reservation] = None
             if not reservation.granted.done():
                 reservation.granted.set_result(Grant.LANE)
 
@@ -236,7 +236,7 @@ class Node:
         if reservation.ticket is not None:
             self.queue.remove(reservation.ticket)
             reservation.ticket = None
-        self.running.discard(reservation)
+        self.running.pop(reservation, None)
         if not reservation.granted.done():
             reservation.granted.cancel()
         self.dispatch()

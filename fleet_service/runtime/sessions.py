@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from fleet_service.domain.context import Context
 from fleet_service.domain.errors import FleetError, Reason, invalid
 from fleet_service.domain.placement import window_tokens
 from fleet_service.domain.session_table import SessionOp, SessionState, apply
@@ -43,6 +44,7 @@ class Sessions:
         self._by_number: dict[int, Session] = {}
         self._numbers: list[int] = []
         self._last_number = 0
+        self._context_tokens = 0
         # Both by last use, the longest unused first, so that housekeeping costs what it does.
         self._by_use: OrderedDict[str, Session] = OrderedDict()
         self._bound_by_use: OrderedDict[str, Session] = OrderedDict()
@@ -75,7 +77,7 @@ class Sessions:
                 metadata={"limit": "max_sessions", "value": str(self._settings.max_sessions)},
                 retry_after_s=1.0,
             )
-        self._check_length(len(token_ids))
+        self._check_length(0, len(token_ids))
         self._check_vocabulary(spec.model, token_ids)
         self._last_number += 1
         session = Session(
@@ -92,6 +94,7 @@ class Sessions:
     def keep(self, session: Session) -> None:
         """From now on it can be found."""
         self._by_id[session.session_id] = session
+        self._context_tokens += len(session.context)
         self._by_number[session.number] = session
         self._numbers.append(session.number)
         self.touch(session)
@@ -155,7 +158,7 @@ class Sessions:
         base = length if truncate_to is None else truncate_to
         if base > length:
             raise invalid("truncate_to", f"must be at most the context's length, {length}")
-        self._check_length(base + len(token_ids))
+        self._check_length(base, len(token_ids))
         self._check_vocabulary(session.spec.model, token_ids)
         too_long = self._grown_too_long(session, base + len(token_ids))
         if too_long is not None:
@@ -187,6 +190,8 @@ class Sessions:
         self._leave_node(session)
         if self._by_id.pop(session.session_id, None) is not None:
             del self._by_number[session.number]
+            self._context_tokens -= len(session.context)
+            session.context = Context()  # its last generation may be kept for long
             self._by_use.pop(session.session_id, None)
             self._compact()
         return view
@@ -233,15 +238,25 @@ class Sessions:
         binding = session.binding
         if binding is not None:
             binding.cut(base)
+        before = len(session.context)
         session.context.truncate(base)
         session.context.append(token_ids)
+        self._context_tokens += len(session.context) - before
         if binding is not None:
             window = window_tokens(binding.node, session.spec.model)
             if window and len(session.context) > window:
                 self._leave_node(session)
 
-    def _check_length(self, tokens: int) -> None:
-        limit = self._settings.max_context_tokens
+    def _check_length(self, kept: int, added: int) -> None:
+        total, limit = self._context_tokens + added, self._settings.max_total_context_tokens
+        if added and total > limit:
+            raise FleetError(
+                Reason.LIMIT_EXCEEDED,
+                f"the sessions' contexts would have {total} tokens in all, more than the {limit} kept",
+                metadata={"limit": "max_total_context_tokens", "value": str(limit), "tokens": str(total)},
+                retry_after_s=1.0,
+            )
+        tokens, limit = kept + added, self._settings.max_context_tokens
         if tokens > limit:
             raise FleetError(
                 Reason.LIMIT_EXCEEDED,

@@ -64,4 +64,5 @@ class HeadSettings:
     max_context_tokens: int = 4_000_000
     max_request_ids: int = 1_000_000
     max_held_cancels: int = 10_000
-    max_outbox_per_node: int = 100_000
+    max_total_context_tokens: int = 500_000_000  # of all sessions together; 4 bytes each
+    max_finished_tokens: int = 50_000_000  # of all finished generations kept

@@ -70,6 +70,7 @@ def test_the_version_is_shown(fleet: Run) -> None:
         (["generate", "--model", "m", "--tokens", str(1 << 32)], "is no token id"),
         (["generate", "--model", "m", "--tokens", "1", "--max-new", "-1"], "--max-new"),
         (["generate", "--model", "m", "--tokens", "1", "--label", "zone"], "write KEY=VALUE"),
+        (["generate", "--session", "s", "--label", "zone=a"], "--label is for a new session"),
         (["explain"], "say either --session ID or --model NAME"),
         (["explain", "--session", "s", "--model", "m"], "say either --session ID or --model NAME"),
         (["config", "--set", "head.tick_s"], "write NAME=VALUE"),

@@ -55,6 +55,7 @@ class ScriptedNode:
     def __init__(self) -> None:
         self.received: dict[str, list[Any]] = {}
         self.metadata: dict[str, dict[str, str]] = {}
+        self.left_generate = asyncio.Event()
         self.answers: dict[str, Any] = {
             "Handshake": hello(),
             "Assign": pb.AssignResponse(),
@@ -101,7 +102,11 @@ class ScriptedNode:
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             self._record(name, request, context)
-            await self.streams[name](request, context)
+            try:
+                await self.streams[name](request, context)
+            finally:
+                if name == "Generate":
+                    self.left_generate.set()
 
         return stream if name in self.streams else answer
 

@@ -51,19 +51,6 @@ async def hang(request: Any, context: Context) -> None:
     await asyncio.Event().wait()
 
 
-class Hold:
-    """A stream that goes on until its call ends, and tells of it."""
-
-    def __init__(self) -> None:
-        self.seen_cancel = asyncio.Event()
-
-    async def __call__(self, request: Any, context: Context) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.seen_cancel.set()
-
-
 async def test_a_run_passes_phases_tokens_and_finish_in_order() -> None:
     node, listener, sink = (
         node_that_sends(
@@ -129,12 +116,12 @@ async def test_the_request_carries_the_command_and_the_callers_trace() -> None:
 
 
 async def test_close_cancels_at_the_node_and_silences_the_run() -> None:
-    hold, sink = Hold(), RecordingSink()
-    async with linked(node_that_sends(step(0, [1]), then=hold)) as link:
+    node, sink = node_that_sends(step(0, [1]), then=hang), RecordingSink()
+    async with linked(node) as link:
         run = link.run(a_run(), sink)
         await sink.stepped.wait()
         run.close()
-        await hold.seen_cancel.wait()
+        await node.left_generate.wait()
     assert [each.token_ids for each in sink.steps] == [[1]]
     assert sink.broken == []
 
@@ -156,10 +143,10 @@ async def test_close_from_within_a_step_lets_nothing_more_through() -> None:
             super().on_step(*args)
             run.close()
 
-    hold, sink = Hold(), ClosingSink()
-    async with linked(node_that_sends(step(0, [1]), step(1, [2]), step(2, [3]), then=hold)) as link:
+    node, sink = node_that_sends(step(0, [1]), step(1, [2]), step(2, [3]), then=hang), ClosingSink()
+    async with linked(node) as link:
         run = link.run(a_run(), sink)
-        await hold.seen_cancel.wait()
+        await node.left_generate.wait()
     assert sink.token_ids == [1]
     assert sink.broken == []
 
@@ -184,12 +171,12 @@ async def test_closing_a_finished_run_is_no_cancel_to_the_node() -> None:
 
 
 async def test_a_node_that_never_ends_its_call_after_the_finish_is_cut_off() -> None:
-    hold, sink = Hold(), RecordingSink()
+    node, sink = node_that_sends(finish, then=hang), RecordingSink()
     finish = step(0, [1], finish=types_pb2.FINISH_REASON_LENGTH)
     settings = LinkSettings(command_timeout_s=0.05)
-    async with linked(node_that_sends(finish, then=hold), settings=settings) as link:
+    async with linked(node, settings=settings) as link:
         link.run(a_run(), sink)
-        await hold.seen_cancel.wait()
+        await node.left_generate.wait()
     assert sink.broken == []
     assert len(sink.steps) == 1
 
@@ -197,10 +184,10 @@ async def test_a_node_that_never_ends_its_call_after_the_finish_is_cut_off() -> 
 async def test_what_follows_a_finish_is_dropped() -> None:
     sink = RecordingSink()
     finish = step(0, [1], finish=types_pb2.FINISH_REASON_LENGTH)
-    hold = Hold()
-    async with linked(node_that_sends(finish, step(1, [2]), step(2, [3]), then=hold)) as link:
+    node = node_that_sends(finish, step(1, [2]), step(2, [3]), then=hang)
+    async with linked(node) as link:
         link.run(a_run(), sink)
-        await hold.seen_cancel.wait()
+        await node.left_generate.wait()
     assert sink.token_ids == [1]
     assert sink.broken == []
 
@@ -267,12 +254,12 @@ async def test_a_sink_that_raises_breaks_its_run_loudly() -> None:
         def on_step(self, *args: Any) -> None:
             raise RuntimeError("a bug of the head")
 
-    hold, sink = Hold(), FaultySink()
+    node, sink = node_that_sends(step(0, [1]), then=hang), FaultySink()
     with capture_logs() as logs:
-        async with linked(node_that_sends(step(0, [1]), then=hold)) as link:
+        async with linked(node) as link:
             link.run(a_run(), sink)
             await sink.ended.wait()
-            await hold.seen_cancel.wait()
+            await node.left_generate.wait()
     assert [type(error) for error in sink.broken] == [NodeFaultError]
     assert "a bug of the head" in str(sink.broken[0])
     assert [entry["event"] for entry in logs] == ["reading a run failed"]
@@ -293,10 +280,10 @@ async def test_a_sink_that_raises_when_told_of_the_break_is_logged() -> None:
 
 
 async def test_closing_the_link_breaks_its_runs_and_leaves_no_task() -> None:
-    hold, sinks = Hold(), [RecordingSink() for _ in range(5)]
+    node, sinks = node_that_sends(step(0, [1]), then=hang), [RecordingSink() for _ in range(5)]
     tasks_before = asyncio.all_tasks()
     listener = RecordingListener()
-    async with linked(node_that_sends(step(0, [1]), then=hold), listener) as link:
+    async with linked(node, listener) as link:
         for sink in sinks:
             link.run(a_run(), sink)
         for sink in sinks:
@@ -304,7 +291,7 @@ async def test_closing_the_link_breaks_its_runs_and_leaves_no_task() -> None:
         await link.close()
         for sink in sinks:
             assert [type(error) for error in sink.broken] == [LinkLostError]
-        await hold.seen_cancel.wait()
+        await node.left_generate.wait()
     assert asyncio.all_tasks() == tasks_before
     assert listener.losses == []
 

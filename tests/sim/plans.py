@@ -92,7 +92,7 @@ def _stops(rng: random.Random, tokens: list[int]) -> tuple[tuple[int, ...], ...]
     """Stop sequences, some that come and some that do not."""
     stops: list[tuple[int, ...]] = [(1, 1, 1, 1)]
     for _ in range(rng.randint(1, 3)):
-        length = rng.randint(1, 4)
+        length = rng.choice([1, 2, 3, 4, 8, 16])
         if len(tokens) > length:
             start = rng.randint(0, len(tokens) - length)
             stops.append(tuple(tokens[start : start + length]))
