@@ -185,8 +185,9 @@ class HeadConfig(_Section):
     max_held_cancels: int = Field(_RUNTIME.max_held_cancels, ge=1, le=10_000_000)
     """Most cancels that wait for their generation"""
     max_total_context_tokens: int = Field(_RUNTIME.max_total_context_tokens, ge=1, le=1_000_000_000_000)
+    """Most tokens that the contexts of all sessions have together; 4 bytes each"""
     max_finished_tokens: int = Field(_RUNTIME.max_finished_tokens, ge=0, le=1_000_000_000_000)
-    """Most revokes owed to one node"""
+    """Most tokens that all finished generations kept have together; the oldest go first"""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

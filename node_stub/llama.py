@@ -13,11 +13,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from node_stub.engine import BusyRate, Finish, Job, Load, Pace, Phase
-from node_stub.llama_server import LlamaCallError, LlamaGoneError, LlamaServer
+from node_stub.llama_server import (
+    LlamaCallError,
+    LlamaGoneError,
+    LlamaServer,
+    ServerSettings,
+    find_model_file,
+    revision_of,
+)
 from node_stub.llama_slot import Slot, draw_params, prefill_stops
 from node_stub.rules import Model, Owner
 
@@ -46,6 +55,32 @@ class _Meter:
         return round(self._rate.rate)
 
 
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    """`model_file` None = the installed small model's, `name` "" = the file's, `window_tokens` of each lane."""
+
+    model_file: Path | None = None
+    name: str = ""
+    lanes: int = 2
+    window_tokens: int = 2048
+    threads: int = 0
+    """Processors to use; 0 = half of those there are."""
+    exact: bool = True
+    """See LlamaEngine."""
+
+
+def create_engine(settings: LlamaSettings, clock: Callable[[], float]) -> LlamaEngine:
+    """Load the model, which blocks. Raises LlamaUnavailableError."""
+    model_file = find_model_file(settings.model_file)
+    server = LlamaServer(
+        ServerSettings(model_file, settings.lanes, settings.window_tokens, settings.threads)
+    )
+    name = settings.name or model_file.stem
+    return LlamaEngine(
+        server, name, revision_of(model_file), settings.lanes, clock, exact=settings.exact
+    )
+
+
 class LlamaEngine:
     """See the module. `clock` is in seconds.
 
@@ -65,6 +100,8 @@ class LlamaEngine:
         *,
         exact: bool = True,
     ) -> None:
+        # Unloaded with the engine, not before.
+        self._server = server
         self._model = Model(name, revision, server.vocab_size, server.eos_token_ids, server.window_tokens)
         self._exact = exact
         self._clock = clock
