@@ -11,20 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from examples import trace
 from examples.ledger import Entry, total
-from examples.processes import Child, ChildFailedError, Children, command_of
+from examples.processes import Child, Children, command_of, run_to_exit_code
 from examples.screen import Screen, make_screen, print_table
 from fleet.v1.admin_service_pb2 import ListNodesRequest, NodeState
 from fleet.v1.fleet_service_pb2 import (
@@ -251,40 +247,14 @@ def verdict(entries: list[Entry], *, as_json: bool) -> int:
     return 0 if shown else 1
 
 
-async def _until_signal(work: Callable[[], asyncio.Task[int]]) -> int:
-    """SIGTERM ends the demonstration as Ctrl-C does: with its children cleaned up."""
-    task = work()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
-
-
 def main() -> int:
-    # gRPC's core writes notes of its own to standard error, between our lines.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
     parser.add_argument("--sessions", type=int, default=150, help="how many requests of the trace to replay")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="fleet-demo-"))
-
-    async def work() -> int:
-        return await _until_signal(
-            lambda: asyncio.create_task(demonstrate(folder, options.sessions, as_json=options.json))
-        )
-
-    code = 1
-    try:
-        code = asyncio.run(work())
-    except (ChildFailedError, CallError, TimeoutError) as error:
-        late = f"not done in {DEADLINE_S:.0f} s" if isinstance(error, TimeoutError) else ""
-        print(f"demo: failed: {late or error}", file=sys.stderr)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        code = 130
-    if code == 1:
-        print(f"demo: the logs of its processes are in {folder}", file=sys.stderr)
-    else:
-        shutil.rmtree(folder)
-    return code
+    return run_to_exit_code(
+        "demo", lambda folder: demonstrate(folder, options.sessions, as_json=options.json)
+    )
 
 
 if __name__ == "__main__":

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+from fleet_service.client import CallError
 
 READY_TIMEOUT_S = 30.0
+INTERRUPTED = 130
 _POLL_S = 0.05
 _END_TIMEOUT_S = 2.0
 _TAIL_LINES = 15
+
+
+class DemoFailedError(Exception):
+    """The demonstration cannot go on; the text says what to do."""
 
 
 class ChildFailedError(Exception):
@@ -40,6 +49,7 @@ class Child:
     process: asyncio.subprocess.Process
     log: Path
     frozen: bool = False
+    killed: bool = False
 
     @property
     def alive(self) -> bool:
@@ -48,6 +58,7 @@ class Child:
     def kill(self) -> None:
         """SIGKILL: it gets no chance to say goodbye."""
         self.process.send_signal(signal.SIGKILL)
+        self.killed = True
 
     def freeze(self) -> None:
         """SIGSTOP: it stays connected and says nothing."""
@@ -126,3 +137,34 @@ async def _end(child: Child) -> None:
             await asyncio.wait_for(child.process.wait(), _END_TIMEOUT_S)
         except TimeoutError:
             continue
+
+
+def run_to_exit_code(name: str, work: Callable[[Path], Coroutine[Any, Any, int]]) -> int:
+    """Run a demonstration with a folder for its children's logs, kept when it fails; gives its exit code.
+
+    SIGTERM ends it as Ctrl-C does: with its children cleaned up. What it raises as DemoFailedError,
+    ChildFailedError, CallError or TimeoutError is told in a line.
+    """
+    # gRPC's core writes notes of its own to standard error, between our lines.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    folder = Path(tempfile.mkdtemp(prefix=f"fleet-{name}-"))
+
+    async def until_signal() -> int:
+        task = asyncio.ensure_future(work(folder))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
+
+    code = 1
+    try:
+        code = asyncio.run(until_signal())
+    except (DemoFailedError, ChildFailedError, CallError) as error:
+        print(f"{name}: failed: {error}", file=sys.stderr)
+    except TimeoutError:
+        print(f"{name}: failed: it took too long", file=sys.stderr)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        code = INTERRUPTED
+    if code == 1:
+        print(f"{name}: the logs of its processes are in {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder)
+    return code

@@ -22,7 +22,6 @@ from typing import Annotated
 
 import typer
 
-from node_stub.engine import Engine
 from node_stub.faults import Fault, FaultError, Faults, ProcessHazards, ReportLies, parse_fault, parse_lie
 from node_stub.llama import LlamaSettings, create_engine
 from node_stub.llama_server import LlamaUnavailableError
@@ -33,6 +32,9 @@ from node_stub.server import BindError, NodeServer
 from node_stub.stub_engine import EngineSettings, StubEngine
 
 log = logging.getLogger("node_stub")
+
+DEFAULT_LANES = 8
+DEFAULT_WINDOW_TOKENS = 32_768
 
 EXAMPLES = """
 Examples:
@@ -63,9 +65,9 @@ class Options:
     listen: str
     node: NodeSettings
     models: Sequence[tuple[str, int]]
-    engine: EngineKind
+    llama: LlamaSettings | None
+    """None = the stub's engine."""
     pace: EngineSettings
-    llama: LlamaSettings
     revision: str
     vocab_size: int
     eos_per_mille: int
@@ -101,13 +103,13 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     threads: Annotated[
         int, typer.Option(min=0, help="llama: processors to use; 0 = half of those there are.")
     ] = 0,
-    exact: Annotated[
+    exact: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
             help="llama: compute so that an answer that fails over goes on as it would have, to the token; "
             "without it lanes share the model's time better."
         ),
-    ] = True,  # noqa: FBT002
+    ] = True,
     lanes: Annotated[
         int | None, typer.Option(min=1, help="Generations at a time.", show_default="8; llama: 2")
     ] = None,
@@ -158,13 +160,20 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     if level is None:
         raise typer.BadParameter(f"{log_level!r} is not a log level", param_hint="--log-level")
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    real = engine is EngineKind.LLAMA
-    if window is None:
-        window = LlamaSettings.window_tokens if real else DEFAULT_WINDOW_TOKENS
-    lanes = lanes or (LlamaSettings.lanes if real else EngineSettings.lanes)
-    models = _models(model or (), window, engine)
-    if model_file and not real:
+    llama = LlamaSettings(model_file, threads=threads, exact=exact) if engine is EngineKind.LLAMA else None
+    if model_file and not llama:
         raise typer.BadParameter("goes with --engine llama only", param_hint="--model-file")
+    if window is None:
+        window = llama.window_tokens if llama else DEFAULT_WINDOW_TOKENS
+    lanes = lanes or (llama.lanes if llama else DEFAULT_LANES)
+    models = _models(model or (), window)
+    if llama:
+        if len(models) > 1:
+            raise typer.BadParameter("the llama engine serves one", param_hint="--model")
+        name, window = models[0] if models else (llama.name, window)
+        llama = replace(llama, name=name, window_tokens=window, lanes=lanes)
+    elif not models:
+        raise typer.BadParameter("name at least one", param_hint="--model")
     options = Options(
         listen=_address(listen),
         node=NodeSettings(
@@ -176,7 +185,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
             limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
         ),
         models=models,
-        engine=engine,
+        llama=llama,
         pace=EngineSettings(lanes, decode_rate, prefill_rate, kv_blocks),
         revision=revision,
         vocab_size=vocab_size,
@@ -189,14 +198,14 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     )
     try:
         asyncio.run(serve(options))
-    except (BindError, EngineUnavailable) as error:
+    except (BindError, LlamaUnavailableError) as error:
         typer.echo(f"fleet-node: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(3 if isinstance(error, LlamaUnavailableError) else 1) from error
 
 
 async def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends the grace. Raises BindError, EngineUnavailable."""
-    node = Node(options.node, _engine(options), Faults(), time.monotonic)
+    """Serve until SIGTERM or SIGINT; a second one ends the grace. Raises BindError, LlamaUnavailableError."""
+    node = _node(options)
     node.set_faults(list(options.faults), options.lies, options.slow_down)
     server = NodeServer(node, ProcessHazards(), options.idle_timeout_s)
     asked = asyncio.Event()
@@ -233,23 +242,16 @@ def main() -> None:
 # ---------------------------------------------------------------------------------------------------- parsing
 
 
-def _engine(options: Options) -> Engine:
-    if options.engine is EngineKind.STUB:
-        models = [
-            (
-                StubModel(name, options.revision, options.vocab_size, eos_per_mille=options.eos_per_mille),
-                window,
-            )
-            for name, window in options.models
-        ]
-        return StubEngine(models, options.pace, time.monotonic)
-    try:
-        llama = importlib.import_module("node_stub.llama")
-    except ImportError as error:
-        text = f"the llama engine is not installed ({error}); install the extra: fleet-head[llama]"
-        raise EngineUnavailable(text) from error
-    engine: Engine = llama.create_engine(options.models, options.pace.lanes)
-    return engine
+def _node(options: Options) -> Node:
+    if options.llama:
+        # What it runs on is not a GPU, and how much memory it takes was settled when it was loaded.
+        about = replace(options.node, gpu_memory_bytes=0)
+        return Node(about, create_engine(options.llama, time.monotonic), Faults(), time.monotonic)
+    models = [
+        (StubModel(name, options.revision, options.vocab_size, eos_per_mille=options.eos_per_mille), window)
+        for name, window in options.models
+    ]
+    return Node(options.node, StubEngine(models, options.pace, time.monotonic), Faults(), time.monotonic)
 
 
 def _address(text: str) -> str:

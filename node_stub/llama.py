@@ -57,7 +57,7 @@ class _Meter:
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """`model_file` None = the installed small model's, `name` "" = the file's, `window_tokens` of each lane."""
+    """`model_file` None = that of the installed small model; `name` "" = the file's; the window is a lane's."""
 
     model_file: Path | None = None
     name: str = ""
@@ -72,13 +72,9 @@ class LlamaSettings:
 def create_engine(settings: LlamaSettings, clock: Callable[[], float]) -> LlamaEngine:
     """Load the model, which blocks. Raises LlamaUnavailableError."""
     model_file = find_model_file(settings.model_file)
-    server = LlamaServer(
-        ServerSettings(model_file, settings.lanes, settings.window_tokens, settings.threads)
-    )
+    server = LlamaServer(ServerSettings(model_file, settings.lanes, settings.window_tokens, settings.threads))
     name = settings.name or model_file.stem
-    return LlamaEngine(
-        server, name, revision_of(model_file), settings.lanes, clock, exact=settings.exact
-    )
+    return LlamaEngine(server, name, revision_of(model_file), settings.lanes, clock, exact=settings.exact)
 
 
 class LlamaEngine:

@@ -26,8 +26,8 @@ _LOG_ERRORS = 1
 _END_MARKERS = (
     "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>",
     "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "< EOT >", "_< EOT >",
-    "<|fim_pad|>", "<fim-pad>", "<PAD>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
-    "<|file_sep|>",
+    "<|fim_pad|>", "<fim-pad>", "<PAD>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
 )  # fmt: skip
 
 

@@ -16,7 +16,10 @@ _LIGHT_WINDOW_TOKENS = 64
 
 
 class Vocabulary:
-    """The vocabulary of a GGUF file. Raises LlamaUnavailableError; the calls LlamaCallError, LlamaGoneError."""
+    """The vocabulary of a GGUF file.
+
+    Raises LlamaUnavailableError; its calls raise LlamaCallError and LlamaGoneError.
+    """
 
     def __init__(self, model_file: Path) -> None:
         settings = ServerSettings(model_file, 1, _LIGHT_WINDOW_TOKENS, threads=1, warm_up=False)

@@ -109,7 +109,8 @@ class Attempt:
                 failure = self._failure_of(refused.refusal)
                 return failure
             except LinkError as error:
-                failure = self._failure_of_link(error)
+                # What became of the node says more than that its answer did not come.
+                failure = self._ended.result() if self._ended.done() else self._failure_of_link(error)
                 return failure
             handle = self._link.run(command, self)
             self._watch_for_stall()

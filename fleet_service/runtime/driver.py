@@ -60,11 +60,9 @@ class Driver:
 
     async def _one_attempt(self, reservation: Reservation) -> Failure:
         node = reservation.node
-        waited_from_s = self._context.loop.time()
-        try:
-            grant = await reservation.granted
-        finally:
-            self._generation.queued_s += self._context.loop.time() - waited_from_s
+        self._generation.waits_for_lane()
+        grant = await reservation.granted
+        self._generation.waits_no_more()
         link = node.link
         if grant is Grant.MOVED:
             return Failure(FailureClass.REBALANCED, node.name)

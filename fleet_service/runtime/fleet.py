@@ -219,7 +219,11 @@ class Fleet:
         return refusal(self.serving(demand.model), self.nodes, demand, self._clock(), limit)
 
     def explain(self, demand: Demand) -> list[Verdict]:
-        return explain(self.nodes, demand, self._policy, self._clock(), self._settings.queue_limit_per_node)
+        # Those that serve the model in the order that `choose` sees them in: turns are taken by it.
+        known = self.serving(demand.model)
+        others = [node for node in self.nodes if demand.model not in self._models_of.get(node.name, ())]
+        limit = self._settings.queue_limit_per_node
+        return explain([*known, *others], demand, self._policy, self._clock(), limit)
 
     def unknown_node(self, ref: str) -> FleetError:
         return FleetError(

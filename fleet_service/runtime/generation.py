@@ -53,12 +53,13 @@ class Generation:
         wall_s = settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s
         self.deadline_s = self.accepted_s + wall_s
         self.attempts = 0
-        self.queued_s = 0.0
         self.task: asyncio.Task[None] | None = None
         self._loop = loop
         self._settings = settings
         self._on_decided = on_decided
         self._readers: set[Reader] = set()
+        self._queued_s = 0.0
+        self._waits_from_s: float | None = None
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
         self._longest_gap_s = 0.0
@@ -112,6 +113,7 @@ class Generation:
             return False
         self._wall_timer.cancel()
         self._somebody_reads()
+        self.waits_no_more()
         finished = Finished(
             reason=reason,
             context_tokens=self.context_tokens,
@@ -152,11 +154,20 @@ class Generation:
     def _timings(self) -> Timings:
         first = self._first_token_s
         return Timings(
-            queued_s=self.queued_s,
+            queued_s=self._queued_s,
             first_token_s=None if first is None else first - self.accepted_s,
             total_s=self._loop.time() - self.accepted_s,
             longest_gap_s=self._longest_gap_s,
         )
+
+    def waits_for_lane(self) -> None:
+        """From now on, until waits_no_more() or the decision."""
+        self._waits_from_s = self._loop.time()
+
+    def waits_no_more(self) -> None:
+        if self._waits_from_s is not None:
+            self._queued_s += self._loop.time() - self._waits_from_s
+            self._waits_from_s = None
 
     # Readers
 

@@ -279,6 +279,7 @@ async def test_sessions_follows_pages_and_filters(head: ScriptedHead, fleet: Fle
     assert (first.state, first.node) == (fleet_pb2.SESSION_STATE_GENERATING, "node-a")
     assert second.page_token == "p2"
     shown = await fleet("sessions", "--limit", "1")
+    assert shown.code == 0, shown.err
     for part in ("s1", "stub", "generating", "42", "node-a", "g1"):
         assert part in shown.out.splitlines()[1]
     assert "there are more than 1" in shown.err

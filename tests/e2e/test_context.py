@@ -241,12 +241,14 @@ async def test_a_context_is_cut_and_extended_in_one_step(world: World) -> None:
 
 async def test_a_context_is_cut_without_anything_added(world: World) -> None:
     node = await local_node(world, "node-1")
-    server = await world.head(node)
+    tap = Tap()
+    server = await world.head(node, through=tap)
     session_id = await open_session(server, prompt(100))
     await read_all(generate(server, session_id, 4))
     assert (await append(server, session_id, [], truncate_to=33)).context_length == 33
     answer = await read_all(generate(server, session_id, 8))
-    assert answer.tokens == expected(prompt(100)[:33], 8)
+    assert (answer.tokens, answer.moves) == (expected(prompt(100)[:33], 8), [])
+    assert tap.sent == [(0, 100), (33, 0)]
 
 
 async def test_an_append_to_a_context_that_has_changed_is_refused_and_changes_nothing(world: World) -> None:

@@ -171,8 +171,8 @@ async def test_closing_a_finished_run_is_no_cancel_to_the_node() -> None:
 
 
 async def test_a_node_that_never_ends_its_call_after_the_finish_is_cut_off() -> None:
-    node, sink = node_that_sends(finish, then=hang), RecordingSink()
     finish = step(0, [1], finish=types_pb2.FINISH_REASON_LENGTH)
+    node, sink = node_that_sends(finish, then=hang), RecordingSink()
     settings = LinkSettings(command_timeout_s=0.05)
     async with linked(node, settings=settings) as link:
         link.run(a_run(), sink)

@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,15 @@ async def link_to(
     link = await dialer.connect(address, INTRODUCTION, listener or RecordingListener())
     yield link
     await link.close()
+
+
+async def freeze(node: asyncio.subprocess.Process) -> None:
+    """Stop a process; returns when each of its threads stands still."""
+    node.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{node.pid}/task")
+    await eventually(
+        lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in threads.glob("*/stat"))
+    )
 
 
 # -------------------------------------------------------------------------------------- in this process
@@ -238,7 +248,7 @@ async def test_a_frozen_node_gives_no_sign_and_goes_on_when_it_thaws() -> None:
         await bind(link)
         link.run(run_on(PROMPT, max_new_tokens=100), sink)
         await sink.stepped.wait()
-        node.send_signal(signal.SIGSTOP)
+        await freeze(node)
         with pytest.raises(LinkTimeoutError):
             await link.renew_lease(60.0)
         signs = listener.signs
@@ -268,7 +278,7 @@ async def test_keepalive_notices_a_frozen_node() -> None:
         await bind(link)
         link.run(run_on(PROMPT, max_new_tokens=10_000), sink)
         await sink.stepped.wait()
-        node.send_signal(signal.SIGSTOP)
+        await freeze(node)
         async with asyncio.timeout(30):
             await sink.ended.wait()
             await listener.lost.wait()
@@ -278,6 +288,6 @@ async def test_keepalive_notices_a_frozen_node() -> None:
 
 async def test_a_frozen_node_cannot_be_dialed_within_the_connect_timeout() -> None:
     async with process() as (node, address), asyncio.timeout(30):
-        node.send_signal(signal.SIGSTOP)
+        await freeze(node)
         with pytest.raises(LinkLostError):
             await PlainDialer(LinkSettings(connect_timeout_s=0.2)).probe(address, INTRODUCTION)

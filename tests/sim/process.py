@@ -79,20 +79,20 @@ class SimProcess:
     # Answers to the head
 
     def hello(self, introduction: Introduction) -> NodeHello:
-        report = self.report(introduction)
         return NodeHello(
             identity=self.machine.profile.name,
             incarnation=self.incarnation,
             labels=self.machine.profile.labels,
-            report=report[0] if report else Report(),
+            report=self._report(),
             models=self.models,
             features=self.machine.profile.features,
             highest_epoch=self.rules.highest_epoch(introduction.fleet_id),
         )
 
     def report(self, introduction: Introduction) -> tuple[Report, tuple[ModelInfo, ...]] | None:
-        if self.machine.silent_reports:
-            return None
+        return None if self.machine.silent_reports else (self._report(), ())
+
+    def _report(self) -> Report:
         self.judge_leases()
         profile = self.machine.profile
         truth: dict[str, int] = {
@@ -110,7 +110,7 @@ class SimProcess:
             "prefill_tokens_per_s": int(profile.prefill_tokens_per_s),
             "sampled_at_ms": self.now_ms,
         }
-        return Report(**(truth | self.machine.lies)), ()
+        return Report(**(truth | self.machine.lies))
 
     def execute(self, introduction: Introduction, command: Command) -> Refusal | None:
         now_ms = self.now_ms
