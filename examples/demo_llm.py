@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
@@ -72,21 +73,26 @@ class Answer:
 class Screen:
     """The answer as running text, and what happens to it on lines of their own."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO | None) -> None:
+        """`out` None: show nothing."""
         self._out = out
         self._in_line = False
 
     def text(self, text: str) -> None:
-        if text:
+        if text and self._out:
             self._out.write(text)
             self._out.flush()
             self._in_line = not text.endswith("\n")
 
     def event(self, text: str) -> None:
-        lead = "\n" if self._in_line else ""
-        self._out.write(f"{lead}    -- {text}\n")
-        self._out.flush()
-        self._in_line = False
+        self.line(f"    -- {text}")
+
+    def line(self, text: str) -> None:
+        if self._out:
+            lead = "\n" if self._in_line else ""
+            self._out.write(f"{lead}{text}\n")
+            self._out.flush()
+            self._in_line = False
 
 
 class Asker:
@@ -203,8 +209,8 @@ async def demonstrate(folder: Path, question: str, max_tokens: int, *, as_json: 
             asker = Asker(client, vocabulary, screen)
             answer = await asker.ask(question, max_tokens, lambda name: nodes[name].kill())
             kept = await asker.read_again(answer)
-            screen.event("the same question, left alone:")
-            undisturbed = await asker.ask(question, max_tokens)
+            screen.event("asking the same again, leaving its node alone")
+            undisturbed = await Asker(client, vocabulary, Screen(None)).ask(question, max_tokens)
     return _verdict(answer, kept, undisturbed, screen, as_json=as_json)
 
 
@@ -218,9 +224,14 @@ def _verdict(answer: Answer, kept: list[int], undisturbed: Answer, screen: Scree
     )
     shown = answer.contiguous and stands and answer.complete and bool(answer.moves)
     equal = answer.token_ids == undisturbed.token_ids
-    if not equal:
+    if not answer.said:
+        screen.event("no word came in mid-sentence for the kill; ask something that takes a longer answer")
+    elif equal:
+        screen.event("undisturbed, the answer is the same to the last token")
+    else:
         same = _common(answer.token_ids, undisturbed.token_ids)
-        screen.event(f"the rest was not the same: the two part at token {same}, {same - said} after the kill")
+        screen.event(f"undisturbed, the answer goes on differently from token {same} on:")
+        screen.text(undisturbed.text)
     if as_json:
         facts = {
             "shown": shown,
@@ -234,9 +245,9 @@ def _verdict(answer: Answer, kept: list[int], undisturbed: Answer, screen: Scree
             "said": answer.said,
         }
         print(json.dumps(facts))
-    screen.event(
+    screen.line(
         f"demo-llm: {len(answer.token_ids)} tokens, {_or_not(answer.contiguous, 'contiguous')};"
-        f" the {said} before the kill {_or_not(stands, 'stand')}; {len(answer.moves)} moved;"
+        f" the {said} before the kill {'stand' if stands else 'do not stand'}; {len(answer.moves)} moved;"
         f" {_or_not(answer.complete, 'complete')}; {_or_not(equal, 'equal')} to the undisturbed answer"
     )
     return 0 if shown else 1
@@ -252,10 +263,17 @@ def _common(first: list[int], second: list[int]) -> int:
 
 
 def main() -> int:
+    # gRPC's core writes notes of its own to standard error, between our lines.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     parser = argparse.ArgumentParser(prog="python -m examples.demo_llm", description=__doc__)
     parser.add_argument("question", nargs="?", default=QUESTION, help="what to ask")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="most tokens of the answer")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     options = parser.parse_args()
-    return run_to_exit_code("demo-llm", lambda folder: demonstrate(folder, options.question))
+    return run_to_exit_code(
+        "demo-llm",
+        lambda folder: demonstrate(folder, options.question, options.max_tokens, as_json=options.json),
+    )
 
 
 if __name__ == "__main__":

@@ -145,8 +145,6 @@ def run_to_exit_code(name: str, work: Callable[[Path], Coroutine[Any, Any, int]]
     SIGTERM ends it as Ctrl-C does: with its children cleaned up. What it raises as DemoFailedError,
     ChildFailedError, CallError or TimeoutError is told in a line.
     """
-    # gRPC's core writes notes of its own to standard error, between our lines.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     folder = Path(tempfile.mkdtemp(prefix=f"fleet-{name}-"))
 
     async def until_signal() -> int:

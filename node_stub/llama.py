@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from node_stub.engine import BusyRate, Finish, Job, Load, Pace, Phase
 from node_stub.llama_server import (
@@ -27,7 +27,7 @@ from node_stub.llama_server import (
     find_model_file,
     revision_of,
 )
-from node_stub.llama_slot import Slot, draw_params, prefill_stops
+from node_stub.llama_slot import Poster, Slot, draw_params, prefill_stops
 from node_stub.rules import Model, Owner
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,13 @@ class _Meter:
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """`model_file` None = that of the installed small model; `name` "" = the file's; the window is a lane's."""
+    """`model_file` None = that of the installed small model; `name` "" = the file's."""
 
     model_file: Path | None = None
     name: str = ""
     lanes: int = 2
     window_tokens: int = 2048
+    """Of each lane; 0 = the longest the model was trained for."""
     threads: int = 0
     """Processors to use; 0 = half of those there are."""
     exact: bool = True
@@ -77,6 +78,16 @@ def create_engine(settings: LlamaSettings, clock: Callable[[], float]) -> LlamaE
     return LlamaEngine(server, name, revision_of(model_file), settings.lanes, clock, exact=settings.exact)
 
 
+class ModelServer(Protocol):
+    """A loaded model and its slots; LlamaServer is one."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    window_tokens: int
+
+    def caller(self) -> Poster: ...
+
+
 class LlamaEngine:
     """See the module. `clock` is in seconds.
 
@@ -88,7 +99,7 @@ class LlamaEngine:
 
     def __init__(
         self,
-        server: LlamaServer,
+        server: ModelServer,
         name: str,
         revision: str,
         lanes: int,
@@ -103,7 +114,8 @@ class LlamaEngine:
         self._clock = clock
         self._lanes = lanes
         self._pool = ThreadPoolExecutor(1 if exact else lanes, thread_name_prefix="llama")
-        self._free = [Slot(number, server.caller(), server.vocab_size) for number in range(lanes)]
+        self._slots = [Slot(number, server.caller(), server.vocab_size) for number in range(lanes)]
+        self._free = list(self._slots)
         self._queues: dict[int, deque[Job]] = {}
         self._running: dict[Job, Slot] = {}
         self._cancelled: set[Job] = set()
@@ -165,6 +177,8 @@ class LlamaEngine:
             self._tasks = None
             # The server must outlive the calls on it.
             await asyncio.to_thread(self._pool.shutdown)
+            for slot in self._slots:
+                slot.close()
 
     # --------------------------------------------------------------------------------------------- lanes
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from node_stub.llama_server import Caller, LlamaCallError
+from node_stub.llama_server import LlamaCallError
 from node_stub.rules import Sampling
 
 CHUNK_TOKENS = 64
@@ -21,16 +22,28 @@ _SAMPLERS = ("temperature", "top_k", "top_p", "min_p")
 _NOTHING = array("I")
 
 
+class Poster(Protocol):
+    """A connection to the server."""
+
+    def post(self, path: str, body: Mapping[str, object]) -> Mapping[str, Any]:
+        """Raises LlamaCallError and LlamaGoneError."""
+
+    def close(self) -> None: ...
+
+
 class Slot:
     """Use by one thread at a time. Calls raise LlamaCallError and LlamaGoneError."""
 
-    def __init__(self, number: int, caller: Caller, vocab_size: int) -> None:
+    def __init__(self, number: int, caller: Poster, vocab_size: int) -> None:
         self.number = number
         self._caller = caller
         self._vocab_size = vocab_size
         self._held = _NOTHING
         # So many of the held tokens were evaluated in whole chunks.
         self._in_chunks = 0
+
+    def close(self) -> None:
+        self._caller.close()
 
     def held_of(self, token_ids: Sequence[int]) -> int:
         """How many of these, from the start, the cache holds."""
@@ -68,9 +81,7 @@ class Slot:
             case drawn:
                 raise LlamaCallError(f"one token was asked for, {drawn!r} came")
 
-    def _complete(
-        self, token_ids: array[int], params: Mapping[str, object]
-    ) -> tuple[int, Mapping[str, object]]:
+    def _complete(self, token_ids: array[int], params: Mapping[str, object]) -> tuple[int, Mapping[str, Any]]:
         before = self.held_of(token_ids)
         held, self._held = self._held, _NOTHING
         reply = self._caller.post(

@@ -26,6 +26,9 @@ class Vocabulary:
         self._server = LlamaServer(settings)
         self._caller = self._server.caller()
 
+    def close(self) -> None:
+        self._caller.close()
+
     @property
     def end_token_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""

@@ -152,6 +152,7 @@ class Generation:
         self.decide(FinishReason.WALL_CLOCK)
 
     def _timings(self) -> Timings:
+        self.waits_no_more()
         first = self._first_token_s
         return Timings(
             queued_s=self._queued_s,

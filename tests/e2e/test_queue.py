@@ -128,19 +128,21 @@ async def test_a_full_queue_is_said_with_a_hint_and_the_next_one_fits_when_there
     assert (await third.end()).tokens == expected(prompt(10, 3), 4)
 
 
-async def test_what_waits_moves_when_another_node_is_sooner_free(world: World) -> None:
-    first, second = await local_nodes(world, 2, lanes=1)
+async def test_what_waits_moves_when_another_node_is_much_sooner_free(world: World) -> None:
+    """Done there in less than half of what is left here, which is three times their own length or more."""
+    first, second = await local_nodes(world, 2, lanes=2)
     server = await world.head(first, second)
     await cordon(server, second)
-    plugs = await plug(server, first, 1)
-    waiting = [Reading(complete(server, prompt(10, salt), 4)) for salt in (1, 2, 3)]
+    plugs = await plug(server, first, 2)
+    waiting = [Reading(complete(server, prompt(10, salt), 64)) for salt in (1, 2, 3)]
     await queued(server, first, 3)
     await uncordon(server, second)
     for salt, reading in enumerate(waiting, start=1):
         answer = await reading.end()
-        assert answer.tokens == expected(prompt(10, salt), 4)
-        assert answer.started[0].node == "node-2"
-    await plugs[0].leave()
+        assert answer.tokens == expected(prompt(10, salt), 64)
+        assert (answer.started[0].node, answer.moves) == ("node-2", [])
+    for reading in plugs:
+        await reading.leave()
 
 
 async def test_a_node_that_says_busy_is_passed_over_for_a_moment_and_not_blamed(world: World) -> None:

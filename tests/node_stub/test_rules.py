@@ -337,6 +337,18 @@ def test_full_tables_answer_busy_and_fenced_records_make_room() -> None:
     assert {h.session_id for h in rules.holdings()} == {"t", "u"}
 
 
+def test_a_command_that_was_refused_stays_refused_under_its_id() -> None:
+    rules = NodeRules([MODEL], Limits(kv_blocks_total=1))
+    rules.assign(assign(), 0)
+    rules.assign(assign(session_id="t"), 0)
+    rules.append(append([1] * 16), 0)
+    late = append([1], session_id="t")
+    assert code(rules.append(late, 0)) == Code.BUSY
+    rules.revoke("s", E1, 0)
+    assert code(rules.append(late, 0)) == Code.BUSY
+    assert rules.append(replace(late, command_id=3), 0) is None
+
+
 def test_a_sessions_id_is_not_taken_from_another_fleet_while_it_lives(bound: NodeRules) -> None:
     foreign = assign(epoch=E3, fleet_id="other")
     assert code(bound.assign(foreign, 0)) == Code.BUSY

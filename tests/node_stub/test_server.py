@@ -1,6 +1,7 @@
 """A node over real gRPC: the contract as a head sees it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -373,19 +374,37 @@ async def test_an_expired_lease_ends_runs_fences_sessions_and_cannot_be_renewed(
         assert (await collect(head.generate(PROMPT, 3, epoch=E2))).finish == LENGTH
 
 
-async def test_a_lease_is_judged_on_the_nodes_own_clock_before_each_message() -> None:
-    class Clock:
-        now_s = 0.0
+class Clock:
+    """The real one, and what a test adds to it."""
 
-        def __call__(self) -> float:
-            return self.now_s
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
 
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+async def test_a_lease_is_judged_on_the_nodes_own_clock_before_each_command() -> None:
     clock = Clock()
     async with StubNode(clock=clock) as node, head_of(node.address) as head:
         await head.bind()
-        clock.now_s = 59.9
+        clock.ahead_s = 30.0
         assert (await collect(head.generate(PROMPT, 5))).finish == LENGTH
-        clock.now_s = 60.0
+        clock.ahead_s = 61.0
         stream = await collect(head.generate(PROMPT, 5, "h"))
         assert (stream.refusal.code, stream.tokens) == (pb.REFUSAL_CODE_FENCED, [])
         assert [entry.kind for entry in node.journal()][-2:] == ["fence", "generate"]
+
+
+async def test_a_node_that_slept_over_its_lease_says_nothing_more_of_the_run() -> None:
+    clock = Clock()
+    async with StubNode(StubSettings(engine=SLOW), clock=clock) as node, head_of(node.address) as head:
+        await head.bind()
+        call = head.generate(PROMPT, 10_000)
+        stream = await until(call, lambda s: len(s.tokens) >= 2)
+        # No timer of the loop has noticed yet that a minute has passed.
+        clock.ahead_s = 61.0
+        sent = node.journal(kind="generate")[0].tokens_sent
+        await collect(call, stream)
+        assert stream.refusal.code == pb.REFUSAL_CODE_FENCED
+        assert stream.tokens == node.reference(PROMPT, sent)

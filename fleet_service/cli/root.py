@@ -1,0 +1,49 @@
+"""The command `fleet` with its subcommands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fleet_service import __version__
+from fleet_service.cli import explain, generate, nodes, serve, sessions
+from fleet_service.cli.options import examples
+
+app = typer.Typer(
+    name="fleet",
+    help=(
+        "A head for a fleet of language-model nodes: places sessions, relays their tokens, and carries them "
+        "over the death of a node."
+    ),
+    epilog=examples(
+        "fleet serve --node 127.0.0.1:8454",
+        "fleet nodes",
+        "fleet generate --model stub --tokens 1,2,3",
+    ),
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+serve.register(app)
+nodes.register(app)
+sessions.register(app)
+generate.register(app)
+explain.register(app)
+
+
+def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it so
+    if asked:
+        typer.echo(f"fleet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _fleet(
+    *,
+    version: Annotated[  # its callback does the work
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
