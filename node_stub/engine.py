@@ -1,9 +1,8 @@
 """The seam between a node and what generates its tokens.
 
 An engine takes jobs and tells each job's sink what becomes of it; how it schedules and batches them is its
-own affair. The stub's engine (`stub_engine.py`) and a real model's stand behind this same Protocol. For
-`--engine llama` the command line takes what `node_stub.llama.create_engine(models, lanes)` returns, `models`
-being pairs of a model's name and window.
+own affair. The stub's engine (`stub_engine.py`) and a real model's (`llama.py`) stand behind this same
+Protocol.
 
 Everything here runs on the node's one event loop; an engine with threads of its own calls its sinks through
 `loop.call_soon_threadsafe`.

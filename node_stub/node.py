@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from node_stub.engine import Engine, Finish, Load, Pace
-from node_stub.faults import Fault, Faults, ReportLies
+from node_stub.faults import Fault, FaultError, Faults, ReportLies
 from node_stub.journal import Entry, Journal
 from node_stub.rules import (
     Admission,
@@ -162,7 +163,9 @@ class Node:
             return
         self._cancel(run, Finish.CANCELLED)
         if run.entry.cancel_seen_ms is None:
-            run.entry.cancel_seen_ms, run.entry.outcome = self.now_ms(), Finish.CANCELLED.name
+            run.entry.cancel_seen_ms = self.now_ms()
+        if not run.refused:
+            run.entry.outcome = Finish.CANCELLED.name
 
     def _launch(self, admission: Admission) -> Run:
         now_ms = self.now_ms()
@@ -236,6 +239,8 @@ class Node:
 
     def set_faults(self, faults: list[Fault], lies: ReportLies, slow_down: float) -> None:
         """Replace faults, lies and pace. Raises FaultError, changing nothing."""
+        if not 0 < slow_down < math.inf:
+            raise FaultError(f"slow_down is a factor above 0, not {slow_down}")
         self.faults.arm(faults)
         self.faults.lies = lies
         self.faults.slow_down = slow_down

@@ -74,6 +74,11 @@ class Run:
         """Nothing more will come of it."""
         return self._finish is not None or self._refusal is not None
 
+    @property
+    def refused(self) -> bool:
+        """It ends, or has ended, with a refusal."""
+        return self._refusal is not None
+
     # ---------------------------------------------------------------------------------- from the engine
 
     def on_phase(self, phase: Phase) -> None:

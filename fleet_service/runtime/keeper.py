@@ -24,6 +24,9 @@ from fleet_service.runtime.settings import HeadSettings
 log = structlog.get_logger(__name__)
 
 COURIER_BATCH = 16
+CLOSE_S = 2.0
+"""How long a keeper that ends waits for its connections to."""
+
 _SETTLED_BY = frozenset({RefusalCode.STALE_EPOCH, RefusalCode.UNKNOWN_SESSION})
 
 
@@ -71,6 +74,7 @@ class NodeKeeper:
         self._introduce = introduce
         self._admit = admit
         self._lost: asyncio.Future[LinkError] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self.first_try = asyncio.Event()
 
     async def run(self) -> None:
@@ -80,7 +84,7 @@ class NodeKeeper:
             lost = await self._connect_for_ever()
             while True:
                 error = await lost
-                await self._fell(error)
+                self._fell(error)
                 again = await self._relink()
                 if again is None:
                     node.set_state(NodeState.DOWN, str(error))
@@ -88,25 +92,31 @@ class NodeKeeper:
                     again = await self._connect_for_ever()
                 lost = again
         finally:
-            link = node.unlinked()
+            self._close_link()
             node.relink_decided()
-            if link is not None:
-                await link.close()
+            if self._closing:
+                await asyncio.wait(self._closing, timeout=CLOSE_S)
 
     def drop_link(self, why: str) -> None:
         """Close the link as broken, e.g. after the node violated the protocol; it is redialed."""
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(LinkLostError(why))
 
-    async def _fell(self, error: LinkError) -> None:
+    def _fell(self, error: LinkError) -> None:
         node = self._node
-        link = node.unlinked()
+        self._close_link()
         node.count_failure(FailureClass.LINK_LOST)
         node.set_state(NodeState.SUSPECT, f"link lost, redialing: {error}")
         node.fail_running(FailureClass.LINK_LOST, str(error))
         log.info("node_link_lost", node=node.name, error=str(error))
+
+    def _close_link(self) -> None:
+        """Let go of the link; a redial does not wait for the old connection's end."""
+        link = self._node.unlinked()
         if link is not None:
-            await link.close()
+            closing = asyncio.get_running_loop().create_task(link.close(), name=f"close {self._node.address}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _relink(self) -> asyncio.Future[LinkError] | None:
         """One redial at once; None when the node, of whatever incarnation, is not there again."""
@@ -115,10 +125,16 @@ class NodeKeeper:
                 return await self._connect()
         except (LinkError, TimeoutError):
             return None
+        except Exception:
+            log.exception("redial_failed", node=self._node.name)
+            return None
 
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:
-            why = str(state.outcome.exception()) if state.outcome else ""
+            error = state.outcome.exception() if state.outcome else None
+            if not isinstance(error, LinkError):
+                log.error("dial_failed", node=self._node.name, exc_info=error)
+            why = str(error)
             if self._node.state is not NodeState.DOWN or self._node.state_detail != why:
                 self._node.set_state(NodeState.DOWN, why)
                 log.warning("node_down", node=self._node.name, why=why)
@@ -127,7 +143,7 @@ class NodeKeeper:
         retrying = AsyncRetrying(
             sleep=asyncio.sleep,
             wait=self._jittered,
-            retry=retry_if_exception_type(LinkError),
+            retry=retry_if_exception_type(Exception),
             after=remember,
         )
         return await retrying(self._connect)

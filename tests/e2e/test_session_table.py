@@ -62,9 +62,9 @@ class Stage:
         if state == "PARKED":
             await self.park()
         elif state == "UNBOUND":
-            await self.park()
-            await self.resume()
-            await self.lose_node()
+            await self.append(30)  # too long for its node
+            cut = pb.AppendTokensRequest(session_id=ID, truncate_to=40)
+            await self.server.fleet.AppendTokens(cut)
         elif state == "GENERATING":
             await self.narrow.faults(STALL)
             self.reading = Reading(generate(self.server, ID, 8))
@@ -195,16 +195,17 @@ async def test_a_session_that_no_longer_fits_its_node_is_unbound_and_its_node_to
 
 async def test_a_generation_shows_as_such_and_binds_an_unbound_session(stage: Stage) -> None:
     await stage.in_state("UNBOUND")
-    await stage.wide.faults(STALL)
+    for node in (stage.narrow, stage.wide):
+        await node.faults(STALL)
     reading = Reading(generate(stage.server, ID, 8, "mine"))
     await reading.until_tokens(3)
     view = await stage.view()
-    assert (view.state, view.node) == (pb.SESSION_STATE_GENERATING, "wide")
+    assert (view.state, view.node) == (pb.SESSION_STATE_GENERATING, reading.answer.started[0].node)
     assert view.generation_id == "mine"
     assert view.epoch == reading.answer.started[0].epoch
     await reading.leave()
-    view = await stage.view()
-    assert (view.state, view.generation_id) == (pb.SESSION_STATE_BOUND, "")
+    await until(lambda: not stage.server.head.get_session(ID).generation_id, "it was cancelled")
+    assert await stage.state() == "BOUND"
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -264,6 +264,16 @@ async def test_slowing_down_stretches_the_engines_time() -> None:
         assert reply.slow_down == 3.0
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
+async def test_a_pace_that_is_none_is_refused(factor: float) -> None:
+    async with StubNode() as node, head_of(node.address) as head:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await head.set_faults(slow_down=factor)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        await head.bind()
+        assert (await collect(head.generate(PROMPT, 40))).tokens == ANSWER
+
+
 async def test_reports_lie_or_stop_as_told() -> None:
     async with StubNode() as node, head_of(node.address) as head:
         lies = stub_pb.ReportFaults(kv_blocks_used=90, kv_blocks_total=100, queue_depth=0)
