@@ -170,9 +170,9 @@ class HeadServer:
         for listener in self.listeners:
             await listener.stop(0)
 
-    def new_channel(self) -> grpc.aio.Channel:
-        """A connection of its own to the callers' listener."""
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+    def new_channel(self, *more: tuple[str, int]) -> grpc.aio.Channel:
+        """A connection of its own to the callers' listener, with `more` gRPC options."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1), *more]
         channel = grpc.aio.insecure_channel(self.address, options=options)
         self.channels.append(channel)
         return channel

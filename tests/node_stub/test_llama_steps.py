@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_stub.engine import Finish, Job, Load, Phase
+from node_stub.engine import Finish, Phase
 from node_stub.llama import LlamaEngine
 from node_stub.llama_server import (
     LlamaCallError,
@@ -26,11 +26,11 @@ from node_stub.llama_server import (
     revision_of,
 )
 from node_stub.llama_slot import CHUNK_TOKENS, Slot, common_length, draw_params, prefill_stops, seed_at
-from node_stub.rules import Admission, Owner, Sampling
+from node_stub.rules import Sampling
+from tests.node_stub.llama_support import OWNER, answer, idle, job_of
 
 VOCAB = 1000
 EOS = 7
-OWNER = Owner("fleet", "head", 1)
 
 
 class Server:
@@ -86,55 +86,6 @@ def next_token(prompt: Sequence[int], seed: int) -> int:
     return 8 + int.from_bytes(digest[:4], "little") % (VOCAB - 8)
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.phases: list[Phase] = []
-        self.tokens: list[int] = []
-        self.end: tuple[Finish, str] | None = None
-        self.over = asyncio.Event()
-        self.said = asyncio.Event()
-
-    def on_phase(self, phase: Phase) -> None:
-        self.phases.append(phase)
-
-    def on_tokens(self, token_ids: Sequence[int]) -> None:
-        assert self.end is None
-        self.tokens += token_ids
-        self.said.set()
-
-    def on_end(self, finish: Finish, detail: str = "") -> None:
-        assert self.end is None
-        self.end = (finish, detail)
-        self.over.set()
-
-
-def job_of(
-    engine: LlamaEngine,
-    context: Sequence[int],
-    n: int,
-    prefix: Sequence[int] = (),
-    sampling: Sampling | None = None,
-    qos: int = 1,
-) -> tuple[Job, Sink]:
-    sink = Sink()
-    prompt = array("I", [*context, *prefix])
-    admission = Admission(
-        "s",
-        1,
-        "g",
-        engine.models[0],
-        prompt,
-        len(prefix),
-        n,
-        0,
-        sampling or Sampling(),
-        qos,
-        b"",
-        len(context),
-    )
-    return Job(admission, OWNER, sink), sink
-
-
 @asynccontextmanager
 async def running(server: Server, lanes: int = 2, *, exact: bool = True) -> AsyncIterator[LlamaEngine]:
     engine = LlamaEngine(server, "m", "r", lanes, time.monotonic, exact=exact)
@@ -144,17 +95,6 @@ async def running(server: Server, lanes: int = 2, *, exact: bool = True) -> Asyn
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-
-
-async def answer(engine: LlamaEngine, context: Sequence[int], n: int, **more: Any) -> Sink:
-    job, sink = job_of(engine, context, n, **more)
-    engine.submit(job)
-    await sink.over.wait()
-    return sink
-
-
-def idle(load: Load) -> bool:
-    return load.lanes_active == load.queue_depth == load.own_lanes_active == load.own_queue_depth == 0
 
 
 # ----------------------------------------------------------------------------------------------- generations

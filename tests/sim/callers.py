@@ -22,7 +22,7 @@ from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.views import CancelOutcome, RequestKey
 from node_stub.reference import StubModel
 from tests.sim.plans import Surroundings, plan_generation
-from tests.sim.readers import ReadingHabits, pick_habits, read_along
+from tests.sim.readers import ReadingHabits, cancel, pick_habits, read_along
 from tests.sim.records import Plan, Record
 
 T = TypeVar("T")
@@ -79,14 +79,21 @@ class Caller:
         sampling = SamplingOverride()
         if rng.random() < 0.4:
             sampling = SamplingOverride(temperature=0.8, seed=rng.choice([None, rng.randint(1, 10**9)]))
+        model = rng.choice(self._world.models)
         return SessionSpec(
-            model=rng.choice(self._world.models).name,
+            model=model.name,
+            model_revision=model.revision if rng.random() < 0.2 else "",
             sampling=sampling,
             qos=rng.choice(list(Qos)),
             node_selector={"zone": rng.choice(self._world.zones)} if rng.random() < 0.2 else {},
             expected_output_tokens=rng.choice([0, 0, 20]),
             replay=Replay.NEVER if rng.random() < 0.08 else Replay.ALLOWED,
         )
+
+    def _model_of(self, spec: SessionSpec) -> StubModel:
+        """The model, in its first revision where none is asked for."""
+        named = [model for model in self._world.models if model.name == spec.model]
+        return next(model for model in named if spec.model_revision in ("", model.revision))
 
     def _tokens(self, most: int) -> list[int]:
         return [self._rng.randint(3, 90) for _ in range(self._rng.randint(0, most))]
@@ -97,7 +104,6 @@ class Caller:
 
     async def _create(self) -> Knowledge | None:
         spec, rng = self._spec(), self._rng
-        model = next(model for model in self._world.models if model.name == spec.model)
         context = self._tokens(60)
         session_id = f"{self.label}-session" if rng.random() < 0.5 else ""
         key = self._key("create") if rng.random() < 0.5 else None
@@ -113,7 +119,7 @@ class Caller:
                     f"{self.label}: one request made {view.session_id}, {again.session_id}"
                 )
         self._note("created %s with %d tokens", view.session_id, len(context))
-        mine = Knowledge(view.session_id, spec, model, context)
+        mine = Knowledge(view.session_id, view.spec, self._model_of(view.spec), context)
         self._check_context(mine)
         return mine
 
@@ -177,7 +183,7 @@ class Caller:
 
     async def _complete(self) -> None:
         spec = self._spec()
-        model = next(model for model in self._world.models if model.name == spec.model)
+        model = self._model_of(spec)
         context = self._tokens(60)
         plan = plan_generation(self._rng, self._world, self.label, model, spec, context)
         generation_id, key = self._names()
@@ -267,15 +273,7 @@ class Caller:
 
     async def _cancel(self, record: Record, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        record.cancel_asked_s = record.cancel_asked_s or asyncio.get_running_loop().time()
-        before = record.finished
-        self._note("cancels %s", record.generation_id)
-        result = await self._world.head.cancel_generation(record.generation_id)
-        right = CancelOutcome.CANCELLED if before is None else None
-        if result.finished is None or result.finished != record.finished:
-            self._oracle.violation(f"the cancel of {record.generation_id} gave {result}")
-        elif right is not None and result.outcome is not right:
-            self._oracle.violation(f"{record.generation_id} ran, and its cancel gave {result}")
+        await cancel(self._oracle, self._world.head, record)
 
     async def _meddle(self, mine: Knowledge, record: Record, after_s: float) -> None:
         """Use the session while it generates: refused, and nothing changes (design: session table)."""
@@ -294,9 +292,24 @@ class Caller:
         await asyncio.sleep(after_s)
         record.session_finished_s = asyncio.get_running_loop().time()
         self._note("finishes %s while it generates", mine.session_id)
-        await self._world.head.finish_session(mine.session_id)
+        head = self._world.head
+        finishing = asyncio.ensure_future(head.finish_session(mine.session_id))
+        while self._is_there(mine):
+            await asyncio.sleep(0)
+        await self._must_be_refused(
+            Reason.SESSION_NOT_FOUND,
+            head.generate(mine.session_id, "", GenerationSpec(max_new_tokens=1), None, None),
+        )
+        await finishing
         if record.finished is None:
             self._oracle.violation(f"{record.generation_id} outlives its session")
+
+    def _is_there(self, mine: Knowledge) -> bool:
+        try:
+            self._world.head.get_session(mine.session_id)
+        except FleetError:
+            return False
+        return True
 
     # Helpers
 

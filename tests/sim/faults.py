@@ -85,8 +85,9 @@ class FaultPlan:
                 "lies",
                 "silent",
                 "operate",
+                "head",
             ],
-            [8, 3, 3, 3, 3, 1, 3, 2, 1, 1, 3],
+            [8, 3, 3, 3, 3, 1, 3, 2, 1, 1, 3, 1],
         )[0]
         short_or_long = rng.choice([rng.uniform(0.2, 3.0), rng.uniform(3.0, 12.0), rng.uniform(15.0, 40.0)])
         match kind:
@@ -118,6 +119,11 @@ class FaultPlan:
                 return Fault(at_s, f"{name} reports lies", lambda: self._lie(machine))
             case "silent":
                 return Fault(at_s, f"{name} sends no reports", lambda: self._silence(machine, short_or_long))
+            case "head":
+                duration_s = rng.choice([rng.uniform(0.3, 3.0), rng.uniform(6.0, 15.0)])
+                return Fault(
+                    at_s, f"the head is stopped for {duration_s:.2f} s", lambda: self._stop_head(duration_s)
+                )
             case _:
                 return self._operate(at_s, machine)
 
@@ -200,6 +206,13 @@ class FaultPlan:
         """A node that sends no reports and has nothing to say is silent, and so suspect."""
         machine.silent_reports = True
         self._until(machine, duration_s, lambda: setattr(machine, "silent_reports", False))
+        return True
+
+    def _stop_head(self, duration_s: float) -> bool:
+        """All of it stands still; whatever was to happen meanwhile happens at once afterwards."""
+        began_s = self._network.loop.time()
+        self._network.loop.stand_still(duration_s)
+        self._oracle.standstills.append((began_s, self._network.loop.time()))
         return True
 
     # Operators

@@ -132,7 +132,7 @@ class SimLink:
             self._wire.close_node_end,
         )
         self._fail_all(LinkLostError("closed"))
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._network.rng.random() * 0.05)
 
     def lose(self, error: LinkError) -> None:
         """The wire broke: tell the runtime, in either order."""

@@ -70,6 +70,10 @@ class SimLoop(base_events.BaseEventLoop):
         finally:
             self._end()
 
+    def stand_still(self, duration_s: float) -> None:
+        """Let `duration_s` pass in which nothing runs, as when the process is stopped."""
+        self._now_s += duration_s
+
     def stacks(self) -> str:
         """The stack of every task that is not done, for a report."""
         out = io.StringIO()

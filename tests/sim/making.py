@@ -14,6 +14,8 @@ MIN_NODES, MAX_NODES = 3, 5
 ZONES = ("east", "west")
 MODELS = (
     StubModel("model-a", "r1", vocab_size=100, eos_token_id=2, eos_per_mille=12),
+    # The same model in another revision: what one began, the other must not go on with.
+    StubModel("model-a", "r2", vocab_size=100, eos_token_id=2, eos_per_mille=12),
     StubModel("model-b", "r7", vocab_size=100, eos_token_id=1, eos_per_mille=0),
 )
 
@@ -36,6 +38,7 @@ def make_profiles(rng: random.Random) -> list[NodeProfile]:
     count = rng.randint(MIN_NODES, MAX_NODES)
     profiles: list[NodeProfile] = []
     for number in range(count):
+        model_a = MODELS[1] if number >= 2 and rng.random() < 0.25 else MODELS[0]
         wide = number < 2 or rng.random() < 0.7
         limits = rules.Limits(
             max_sessions=4096 if number < 2 else rng.choice([4096, 4096, 3]),
@@ -45,7 +48,7 @@ def make_profiles(rng: random.Random) -> list[NodeProfile]:
         profiles.append(
             NodeProfile(
                 name=f"node-{number}",
-                models=MODELS if number < 2 or rng.random() < 0.5 else MODELS[:1],
+                models=(model_a, MODELS[2]) if number < 2 or rng.random() < 0.5 else (model_a,),
                 max_context_tokens=4096 if wide else rng.choice([48, 96, 160]),
                 lanes=rng.randint(1, 4),
                 step_s=rng.choice([0.01, 0.03, 0.08]),

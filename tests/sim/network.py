@@ -6,7 +6,6 @@ each noticing in its own time) or stall: silence both ways, and all that was hel
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from fleet_service.domain.commands import (
 )
 from fleet_service.domain.node_types import ModelInfo, NodeHello, Report
 from fleet_service.runtime.protocols import LinkError, LinkLostError
+from tests.sim.loop import SimLoop
 
 Command = Assign | Append | CancelRun | Revoke
 
@@ -199,9 +199,7 @@ class Wire:
 class SimNetwork:
     """All machines and wires. `note` writes the story's lines about the network."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, rng: random.Random, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, loop: SimLoop, rng: random.Random, note: Callable[[str], None]) -> None:
         self.loop = loop
         self.rng = rng
         self.note = note

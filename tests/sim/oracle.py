@@ -33,6 +33,8 @@ _EXPLAINED_BY_TROUBLE = {
     "fenced": 60.0,
     "evicted": 12.0,
 }
+# Of those, what a head that stood still may take for trouble. Silence it must not (rule 13).
+_EXPLAINED_BY_STANDSTILL = frozenset({"stalled", "command_timeout", "link_lost", "fenced", "evicted"})
 # Those that only a fault of this very generation explains.
 _EXPLAINED_BY_STRIKE = {
     "index_gap": RunFault.SKIP_INDEX.value,
@@ -71,6 +73,7 @@ class Oracle:
         self.lost_appends: Counter[str] = Counter()  # by session
         self.finishes: Counter[FinishReason] = Counter()
         self.moves = 0
+        self.standstills: list[tuple[float, float]] = []  # when the head did not run: from, to
         # Set by the world, which knows the nodes: what is wrong with an ERROR for want of a node.
         self.judge_placement: Callable[[Record, Reason], None] = lambda _record, _reason: None
 
@@ -85,6 +88,18 @@ class Oracle:
     def record_of(self, generation_id: str) -> Record | None:
         return self.records.get(generation_id)
 
+    def overdue(self, due_s: float, now_s: float) -> bool:
+        """Whether what was due ought to have happened; the head cannot act while it stands still."""
+        if now_s <= due_s + 0.002:
+            return False
+        return not any(
+            began_s <= due_s + 0.002 and now_s <= ended_s + 0.002 for began_s, ended_s in self.standstills
+        )
+
+    def ran_for(self, now_s: float) -> float:
+        """How long the head has run without standing still, in seconds."""
+        return now_s - max((ended_s for _, ended_s in self.standstills), default=-1e9)
+
     # The head's observer
 
     def generation_started(self, info: GenerationInfo, parent: object | None) -> GenerationTrace:
@@ -96,7 +111,15 @@ class Oracle:
             self.violation(f"{info.generation_id} was started twice")
         if any(record.plan is parent for record in self.records.values()):
             self.violation(f"{info.generation_id} is a second generation of one request")
-        record = Record(info.generation_id, info.session_id, parent, now_s, parent.seed, info.max_new_tokens)
+        record = Record(
+            info.generation_id,
+            info.session_id,
+            parent,
+            now_s,
+            parent.seed,
+            None if parent.revision_open else parent.model,
+            info.max_new_tokens,
+        )
         self.records[info.generation_id] = record
         if parent.cancelled_before:
             record.cancel_asked_s = now_s
@@ -127,6 +150,10 @@ class Oracle:
                 self.violation(f"{run.generation_id} is sampled without a seed")
         elif record.seed != seed:
             self.violation(f"{run.generation_id} runs on {node} with seed {seed}, not {record.seed}")
+        model = next(m for m in process.machine.profile.models if m.name == admission.model.name)
+        record.model = record.model or model
+        if record.model != model:
+            self.violation(f"{run.generation_id} of {record.model} goes on with {model} on {node}")
         expected = record.expected
         assert expected is not None
         right = (*record.plan.context, *expected.token_ids[: run.first_index])
@@ -207,6 +234,8 @@ class Oracle:
             self.violation(f"{record.generation_id}: a second terminal event, {finished}")
             return
         record.finished, record.finished_s = finished, now_s
+        if self.overdue(record.deadline_s, now_s):
+            self.violation(f"{record.generation_id} ended {now_s - record.deadline_s:.3f} s too late")
         wrong = right_end(record, finished, now_s) or self._wrong_error(record, finished)
         if wrong is not None:
             self.violation(f"{record.generation_id} {wrong}")
@@ -280,6 +309,8 @@ class Oracle:
             return record.strikes[_EXPLAINED_BY_STRIKE[failure]] > 0
         if failure in _EXPLAINED_BY_TROUBLE:
             within_s = _EXPLAINED_BY_TROUBLE[failure]
+            if failure in _EXPLAINED_BY_STANDSTILL and self.ran_for(now_s) < within_s:
+                return True
             troubles = (self.trouble_of(node), self.wire_trouble)
             return not all(trouble.quiet(now_s, within_s) for trouble in troubles)
         match failure:

@@ -78,6 +78,7 @@ def plan_generation(
             qos=rng.choice([None, None, *Qos]),
         ),
         seed=seed,
+        revision_open=not spec.model_revision,
         wall_s=wall_s,
         grace_s=grace_s,
         selector=bool(spec.node_selector),

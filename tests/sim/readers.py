@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fleet_service.domain.specs import OnDisconnect
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.head import Head
+from fleet_service.runtime.views import CancelOutcome
 from tests.sim.oracle import Oracle
 from tests.sim.records import Plan, Record, Transcript
 
@@ -23,6 +24,7 @@ class ReadingHabits:
     comes_back: bool
     others: tuple[tuple[float, float], ...]  # further readers: when they attach, their pace
     cancel_after_s: float | None
+    cancel_at: int | None  # index at which the first reader cancels, then and there
 
 
 def pick_habits(rng: random.Random, plan: Plan) -> ReadingHabits:
@@ -40,6 +42,7 @@ def pick_habits(rng: random.Random, plan: Plan) -> ReadingHabits:
         cancel_after_s=rng.choice([0.0, rng.random() * 0.2, rng.random() * 4.0])
         if rng.random() < 0.15
         else None,
+        cancel_at=rng.randint(0, plan.max_new_tokens) if rng.random() < 0.07 else None,
     )
 
 
@@ -62,7 +65,13 @@ async def _first(
     oracle: Oracle, head: Head, generation: Generation, record: Record, habits: ReadingHabits
 ) -> None:
     reader = Transcript(record, "first reader", 0, oracle.violation)
-    await _read(generation, record, reader, habits.pace_s, habits.leave_at)
+    if habits.cancel_at is not None:
+        await _read(generation, record, reader, habits.pace_s, habits.cancel_at)
+        if reader.finished is None:
+            await cancel(oracle, head, record)
+            reader = Transcript(record, "first reader, having cancelled", reader.next_index, oracle.violation)
+    if reader.finished is None:
+        await _read(generation, record, reader, habits.pace_s, habits.leave_at)
     if reader.finished is not None:
         return
     oracle.story.note("%s: its first reader leaves at %d", record.generation_id, reader.next_index)
@@ -75,6 +84,18 @@ async def _first(
     last = Transcript(record, "reader of the end", 0, oracle.violation)
     await _until_finished(record)
     await _read(head.find_generation(record.generation_id), record, last, 0.0, None)
+
+
+async def cancel(oracle: Oracle, head: Head, record: Record) -> None:
+    """A caller's cancel, and whether its answer is the truth (rule 5)."""
+    record.cancel_asked_s = record.cancel_asked_s or asyncio.get_running_loop().time()
+    before = record.finished
+    oracle.story.note("%s: its caller cancels", record.generation_id)
+    result = await head.cancel_generation(record.generation_id)
+    if result.finished is None or result.finished != record.finished:
+        oracle.violation(f"the cancel of {record.generation_id} gave {result}")
+    elif before is None and result.outcome is not CancelOutcome.CANCELLED:
+        oracle.violation(f"{record.generation_id} ran, and its cancel gave {result}")
 
 
 async def _another(

@@ -29,7 +29,7 @@ from tests.sim.loop import SimLoop, SimulationError
 from tests.sim.making import MODELS, ZONES, make_profiles, make_settings
 from tests.sim.network import SimNetwork
 from tests.sim.nodes import SimMachine
-from tests.sim.oracle import Oracle
+from tests.sim.oracle import AFTERMATH_S, Oracle
 from tests.sim.process import SimProcess
 from tests.sim.records import Record
 from tests.sim.story import Story
@@ -120,12 +120,16 @@ class World:
     # What callers ask of it
 
     def windows(self, model: StubModel) -> frozenset[int]:
-        return frozenset(m.profile.max_context_tokens for m in self.machines if model in m.profile.models)
+        return frozenset(
+            machine.profile.max_context_tokens
+            for machine in self.machines
+            if any(served.name == model.name for served in machine.profile.models)
+        )
 
     def check_refusal(self, error: FleetError, spec: SessionSpec, context_tokens: int) -> None:
         serving = [machine for machine in self.machines if _serves(machine, spec)]
         # One that was removed, or added again while it is down, is not known for what it is.
-        known = [m for m in serving if self.oracle.trouble_of(m.profile.name).quiet(self._loop.time())]
+        known = [machine for machine in serving if self._undisturbed(machine.profile.name)]
         match error.reason:
             case Reason.NO_ELIGIBLE_NODE | Reason.FLEET_SATURATED:
                 well = [m.profile.name for m in serving if self._could_take(m, error.reason, context_tokens)]
@@ -141,12 +145,17 @@ class World:
                 self.oracle.violation(f"a caller was refused with {error}")
 
     def _judge_placement(self, record: Record, reason: Reason) -> None:
-        spec = SessionSpec(model=record.plan.model.name)
-        if reason is Reason.CONTEXT_TOO_LONG:
+        if reason is Reason.CONTEXT_TOO_LONG or record.model is None:
             return
+        spec = SessionSpec(model=record.model.name, model_revision=record.model.revision)
         error = FleetError(reason, f"{record.generation_id} ended with ERROR")
         if not record.plan.selector:
             self.check_refusal(error, spec, len(record.plan.context) + record.limit)
+
+    def _undisturbed(self, node: str) -> bool:
+        """Nothing has befallen the node for a while, nor the head."""
+        now_s = self._loop.time()
+        return self.oracle.trouble_of(node).quiet(now_s) and self.oracle.ran_for(now_s) > AFTERMATH_S
 
     def _could_take(self, machine: SimMachine, reason: Reason, context_tokens: int) -> bool:
         name, profile = machine.profile.name, machine.profile
@@ -158,7 +167,7 @@ class World:
             return False
         return (
             machine.process is not None
-            and self.oracle.trouble_of(name).quiet(self._loop.time())
+            and self._undisturbed(name)
             and name not in self.faults.cordoned
             and name not in self.faults.removed
             and profile.max_context_tokens >= context_tokens
@@ -265,8 +274,12 @@ class World:
         if info.queued > self.settings.queue_limit_per_node or info.running > max(info.lanes, 1):
             self.oracle.violation(f"{info.name}: {info.running} running, {info.queued} queued: too many")
         trouble = self.oracle.trouble_of(info.address.partition(":")[0])
-        undisturbed = trouble.count == 0
-        if trouble.quiet(self._loop.time()) and info.state is not NodeState.UP and self._loop.time() > 3.0:
+        undisturbed = trouble.count == 0 and not self.oracle.standstills
+        if (
+            self._undisturbed(info.address.partition(":")[0])
+            and info.state is not NodeState.UP
+            and self._loop.time() > 3.0
+        ):
             self.oracle.violation(
                 f"{info.name} is {info.state.value} ({info.state_detail}), and nothing befell it"
             )
@@ -282,7 +295,7 @@ class World:
             return
         if process.lanes_active > machine.profile.lanes:
             self.oracle.violation(f"{name} runs {process.lanes_active} on {machine.profile.lanes} lanes")
-        if not self.oracle.trouble_of(name).quiet(self._loop.time()):
+        if not self._undisturbed(name):
             return
         for generation_id in process.runs():
             record = self.oracle.records[generation_id]
@@ -293,11 +306,12 @@ class World:
         now_s = self._loop.time()
         if record.finished is not None:
             return
-        if now_s > record.deadline_s + 0.002:
+        if self.oracle.overdue(record.deadline_s, now_s):
             self.oracle.violation(f"{record.generation_id} goes on after its deadline")
-        if record.cancel_asked_s is not None and now_s > record.cancel_asked_s:
+        if record.cancel_asked_s is not None and self.oracle.overdue(record.cancel_asked_s, now_s):
             self.oracle.violation(f"{record.generation_id} goes on after its cancel")
-        if record.abandoned_s is not None and now_s > record.abandoned_s + record.plan.grace_s + 0.002:
+        abandoned_s = record.abandoned_s
+        if abandoned_s is not None and self.oracle.overdue(abandoned_s + record.plan.grace_s, now_s):
             self.oracle.violation(f"{record.generation_id} goes on, and its readers have long gone")
         if now_s - record.accepted_s > _LONG_WALL_S:
             self.oracle.violation(f"{record.generation_id} goes on for {now_s - record.accepted_s:.0f} s")
@@ -332,7 +346,9 @@ class World:
 def _serves(machine: SimMachine, spec: SessionSpec) -> bool:
     profile = machine.profile
     labels = all(profile.labels.get(key) == value for key, value in spec.node_selector.items())
-    return labels and any(model.name == spec.model for model in profile.models)
+    return labels and any(
+        model.name == spec.model and spec.model_revision in ("", model.revision) for model in profile.models
+    )
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[str]:
