@@ -117,7 +117,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         int | None,
         typer.Option(
             min=0,
-            help="Window of models that name none; 0 = none, with llama all the model knows.",
+            help="Window of models that name none; 0 = none; llama: all the model knows.",
             show_default="32768; llama: 2048",
         ),
     ] = None,

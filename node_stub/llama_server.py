@@ -45,7 +45,7 @@ class LlamaGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`window_tokens` is that of each lane, 0 = the longest the model was trained for."""
+    """`window_tokens` is that of each lane; 0 = the longest the model was trained for."""
 
     model_file: Path
     lanes: int = 2
@@ -92,8 +92,7 @@ class LlamaServer:
         params = xllamacpp.CommonParams()
         params.model.path = str(settings.model_file)
         params.n_parallel = settings.lanes
-        # One token more than the window: a prompt that fills it but for one token still gets that token.
-        params.n_ctx = (settings.window_tokens + 1) * settings.lanes if settings.window_tokens else 0
+        params.n_ctx = settings.window_tokens * settings.lanes
         threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // 2)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.n_threads_http = settings.lanes + 2
@@ -111,8 +110,10 @@ class LlamaServer:
         caller = self.caller()
         about = caller.get("/v1/models")["data"][0]["meta"]
         self.vocab_size = int(about["n_vocab"])
-        trained = int(about["n_ctx_train"])
-        self.window_tokens = min(settings.window_tokens or trained, trained)
+        room = min(
+            int(about["n_ctx_train"]), int(caller.get("/props")["default_generation_settings"]["n_ctx"])
+        )
+        self.window_tokens = min(settings.window_tokens or room, room)
         self.eos_token_ids = _end_tokens(caller)
         caller.close()
 

@@ -271,6 +271,8 @@ class PlainLink:
         except grpc.aio.AioRpcError as failure:
             error = link_error(failure, "WatchStatus")
         except Exception as failure:  # noqa: BLE001 - it ends the link, whatever it is
+            if self._closed:  # before the first report was asked for
+                return
             _log.exception("reading a node's reports failed", address=self._address)
             error = NodeFaultError(f"WatchStatus: reading failed: {failure!r}")
         await self._lose(error)

@@ -33,6 +33,10 @@ from fleet_service.runtime.settings import HeadSettings
 NODE_WALL_MARGIN_S = 5.0
 # Prompt tokens per second assumed when judging whether a prefill has stalled and no rate is known.
 SLOW_PREFILL_TOKENS_PER_S = 200
+# A reported rate may be a lie: a prefill is allowed at most so many times `generation_stall_s`.
+MAX_PREFILL_STALLS = 10
+# A timer this much late means that the head itself did not run.
+OWN_STALL_S = 0.5
 
 # Most tokens in one Append, and the most bytes a token takes on the wire.
 APPEND_TOKENS = 1_000_000
@@ -242,8 +246,9 @@ class Attempt:
             self._confirm(now_s)
         if phase is not None or token_ids:
             self._progress_s = now_s
-            self._phase = phase or Phase.DECODE
-        if token_ids and not self._take_tokens(first_index, token_ids, now_s):
+            self._enter(phase or Phase.DECODE)
+        # A finish without tokens has an index too: one past what there is means that a token is missing.
+        if (token_ids or finish is not None) and not self._take_tokens(first_index, token_ids, now_s):
             return
         if finish is not None:
             self._node_finished(finish)
@@ -311,6 +316,21 @@ class Attempt:
     def _node_lost(self, kind: FailureClass, detail: str) -> None:
         self._fail(self._failure(kind, detail))
 
+    def _enter(self, phase: Phase) -> None:
+        """From the first token on, nothing is allowed for the prefill any more."""
+        decodes = phase is Phase.DECODE and self._phase is not Phase.DECODE
+        self._phase = phase
+        if decodes and self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._watch_for_stall()
+
+    def _stall_due(self, due_s: float) -> None:
+        """The timer fires. One that comes late tells of the head itself: it did not run (design rule 13)."""
+        late_s = self._context.loop.time() - due_s
+        if late_s > OWN_STALL_S:
+            self._progress_s += late_s
+        self._watch_for_stall()
+
     def _watch_for_stall(self) -> None:
         """No token and no change of phase for too long; a lane's queue on the node is no stall."""
         now_s = self._context.loop.time()
@@ -323,14 +343,15 @@ class Attempt:
                 self._failure(FailureClass.STALLED, f"no progress for {now_s - self._progress_s:.1f} s")
             )
             return
-        self._stall_timer = self._context.loop.call_at(due_s, self._watch_for_stall)
+        self._stall_timer = self._context.loop.call_at(due_s, self._stall_due, due_s)
 
     def _prefill_allowance_s(self) -> float:
         if self._phase is Phase.DECODE:
             return 0.0
         report = self.node.report
         rate = (report.prefill_tokens_per_s if report else 0) or SLOW_PREFILL_TOKENS_PER_S
-        return 2.0 * (self.generation.context_tokens + self.generation.log.received) / rate
+        allowance_s = 2.0 * (self.generation.context_tokens + self.generation.log.received) / rate
+        return min(allowance_s, MAX_PREFILL_STALLS * self._context.settings.generation_stall_s)
 
     def _fail(self, failure: Failure) -> None:
         if not self._over and not self._ended.done():

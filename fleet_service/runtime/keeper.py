@@ -157,9 +157,19 @@ class NodeKeeper:
 
     async def _connect(self) -> asyncio.Future[LinkError]:
         """A connection that the head has accepted; resolves when it is lost."""
+        while True:
+            introduction = self._introduce()
+            try:
+                return await self._connect_as(introduction)
+            except HandshakeRefusedError:
+                # This node's hello may have raised the head's term: then it is introduced anew, at once.
+                if self._introduce() == introduction:
+                    raise
+
+    async def _connect_as(self, introduction: Introduction) -> asyncio.Future[LinkError]:
         node = self._node
         lost: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
-        link = await self._dialer.connect(node.address, self._introduce(), _Listener(node, lost))
+        link = await self._dialer.connect(node.address, introduction, _Listener(node, lost))
         try:
             await self._agree(link)
         except BaseException:
@@ -176,9 +186,11 @@ class NodeKeeper:
         refused = self._admit(node, hello)
         if refused is not None:
             raise HandshakeRefusedError(refused)
-        if node.hello is None and term_of(hello.highest_epoch) == self._introduce().term:
-            # It was removed and added again: what it may still hold of this head, nobody knows any more.
+        # Removed and added again, or away for a lease: what it may still hold of this head is not known here.
+        unmet = node.hello is None and term_of(hello.highest_epoch) == self._introduce().term
+        if unmet or node.owes_lease_end:
             await link.renew_lease(0.0)
+            node.nothing_is_bound()
 
     def _came_up(self, link: NodeLink) -> None:
         node, hello = self._node, link.hello

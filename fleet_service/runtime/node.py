@@ -85,6 +85,7 @@ class Node:
         self.busy_until_s = 0.0
         # Sessions are bound to a life of the node; a new incarnation, or a lease run out, starts another.
         self.life = 0
+        self.owes_lease_end = False
         self.sessions = 0
         self.lease_renewed_s = clock()
         self.running: dict[Reservation, None] = {}
@@ -174,10 +175,15 @@ class Node:
                 reservation.on_lost(kind, detail)
 
     def new_life(self) -> None:
-        """What was bound here is bound no more; nothing is owed to an incarnation that is gone."""
+        """Another incarnation: nothing is bound here, and nothing owed to the one that is gone."""
+        self.nothing_is_bound()
+        self.outbox.clear()
+
+    def nothing_is_bound(self) -> None:
+        """What was bound here is freed there."""
         self.life += 1
         self.sessions = 0
-        self.outbox.clear()
+        self.owes_lease_end = False
 
     # Relinking: a broken link is redialed at once, and attempts wait for the verdict
 
@@ -266,8 +272,13 @@ class Node:
             del self.outbox[revoke.session_id]
 
     def lease_ran_out(self) -> None:
-        """The node has freed what it surely held. An Assign that was on its way may yet be executed there."""
-        self.outbox = {session_id: owed for session_id, owed in self.outbox.items() if not owed.surely_held}
+        """Away for a lease: what it surely held is forgotten here, and freed there with the lease on its return.
+
+        An Assign that was on its way may yet be executed, so its revoke stays owed; it could also start the
+        lease anew for all the rest, which is why the lease is ended and not just taken to have run out.
+        """
+        self.owes_lease_end = True
+        self.outbox = {name: owed for name, owed in self.outbox.items() if not owed.surely_held}
 
     def unlearn(self) -> None:
         """What lived at this address lives elsewhere now: nothing is known of it any more."""

@@ -219,7 +219,9 @@ class World:
         dialer: Dialer = PlainDialer(links)
         if through is not None:
             dialer = through(dialer)
-        head = Head(config, dialer=dialer, rng=random.Random(7), wall_clock=time.time, observer=observer)
+        head = Head(
+            config, dialer=dialer, rng=random.Random(len(self.heads)), wall_clock=time.time, observer=observer
+        )
         rng = random.Random(11)
         parts = EdgeParts(
             log=structlog.get_logger("edge"),
@@ -245,7 +247,7 @@ class World:
         return server
 
     async def close(self) -> None:
-        """Check that all is quiet and nothing is left, then end everything."""
+        """Check that all is quiet and nothing is left, then end everything. A test may do so itself."""
         try:
             for server in self.heads:
                 await self._quiet(server)
@@ -253,6 +255,8 @@ class World:
             for server in self.heads:
                 await server.stop()
             await asyncio.gather(*(node.close() for node in self.nodes))
+            self.heads.clear()
+            self.nodes.clear()
 
     async def _quiet(self, server: HeadServer) -> None:
         head = server.head

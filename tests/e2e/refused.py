@@ -46,9 +46,8 @@ def taken_apart(error: grpc.aio.AioRpcError) -> Refused:
     parts: dict[str, Any] = {}
     for detail in status.details:
         for kind in _KINDS:
-            if detail.Is(kind.DESCRIPTOR):
-                part = kind()
-                detail.Unpack(part)
+            part = kind()
+            if detail.Unpack(part):
                 parts[kind.DESCRIPTOR.name] = part
     info = parts["ErrorInfo"]
     assert info.domain == "fleet.v1"

@@ -1,4 +1,4 @@
-"""A reader leaves, returns or is slow: the answer does what its caller chose, and no other reader feels it."""
+"""A reader leaves, returns or is slow: the answer does what its caller chose, no other reader feels it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import types_pb2
 from node_stub.engine import Finish, Phase
 from node_stub.llama import LlamaEngine, LlamaSettings, create_engine
-from node_stub.llama_server import LlamaUnavailableError, find_model_file
+from node_stub.llama_server import LlamaServer, LlamaUnavailableError, ServerSettings, find_model_file
 from node_stub.llama_text import TextStream, Vocabulary
 from node_stub.rules import Sampling
 from tests.node_stub.llama_support import answer, idle, job_of
@@ -160,6 +160,12 @@ async def test_the_window_is_used_to_its_last_token(engine: LlamaEngine, sky: li
     assert len(sink.tokens) == 1
     assert sink.end is not None
     assert sink.end[0] in (Finish.LENGTH, Finish.EOS)
+
+
+@pytest.mark.parametrize("lanes,asked,window", [(2, 0, 8192), (1, 0, 8192), (1, 300, 300), (1, 10_000, 8192)])
+async def test_no_lane_promises_more_than_it_and_the_model_hold(lanes: int, asked: int, window: int) -> None:
+    server = LlamaServer(ServerSettings(find_model_file(), lanes, asked, threads=1, warm_up=False))
+    assert server.window_tokens == window
 
 
 async def test_a_cancel_in_a_long_prefill_frees_the_lane(engine: LlamaEngine, sky: list[int]) -> None:

@@ -33,8 +33,8 @@ _EXPLAINED_BY_TROUBLE = {
     "fenced": 60.0,
     "evicted": 12.0,
 }
-# Of those, what a head that stood still may take for trouble. Silence it must not (rule 13).
-_EXPLAINED_BY_STANDSTILL = frozenset({"stalled", "command_timeout", "link_lost", "fenced", "evicted"})
+# Of those, what a head that stood still may take for trouble. Silence and stalls it must not (rule 13).
+_EXPLAINED_BY_STANDSTILL = frozenset({"command_timeout", "link_lost", "fenced", "evicted"})
 # Those that only a fault of this very generation explains.
 _EXPLAINED_BY_STRIKE = {
     "index_gap": RunFault.SKIP_INDEX.value,
