@@ -326,9 +326,9 @@ class Attempt:
 
     def _stall_due(self, due_s: float) -> None:
         """The timer fires. One that comes late tells of the head itself: it did not run (design rule 13)."""
-        late_s = self._context.loop.time() - due_s
-        if late_s > OWN_STALL_S:
-            self._progress_s += late_s
+        now_s = self._context.loop.time()
+        if now_s - due_s > OWN_STALL_S:
+            self._progress_s = now_s
         self._watch_for_stall()
 
     def _watch_for_stall(self) -> None:

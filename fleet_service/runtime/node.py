@@ -272,7 +272,7 @@ class Node:
             del self.outbox[revoke.session_id]
 
     def lease_ran_out(self) -> None:
-        """Away for a lease: what it surely held is forgotten here, and freed there with the lease on its return.
+        """Away for a lease: what it surely held is forgotten here, and freed there on its return.
 
         An Assign that was on its way may yet be executed, so its revoke stays owed; it could also start the
         lease anew for all the rest, which is why the lease is ended and not just taken to have run out.

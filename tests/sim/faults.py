@@ -212,7 +212,7 @@ class FaultPlan:
         """All of it stands still; whatever was to happen meanwhile happens at once afterwards."""
         began_s = self._network.loop.time()
         self._network.loop.stand_still(duration_s)
-        self._oracle.standstills.append((began_s, self._network.loop.time()))
+        self._oracle.stood_still(began_s, self._network.loop.time())
         return True
 
     # Operators

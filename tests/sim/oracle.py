@@ -10,6 +10,7 @@ from fleet_service.domain.commands import Run
 from fleet_service.domain.errors import Reason
 from fleet_service.domain.events import Finished, FinishReason, Moved
 from fleet_service.domain.placement import Verdict
+from fleet_service.runtime.generation import FIRST_READER_S
 from fleet_service.runtime.observer import AttemptTrace, GenerationInfo, GenerationTrace
 from node_stub import rules
 from node_stub.reference import effective_seed
@@ -87,6 +88,12 @@ class Oracle:
 
     def record_of(self, generation_id: str) -> Record | None:
         return self.records.get(generation_id)
+
+    def stood_still(self, from_s: float, to_s: float) -> None:
+        """The head did not run meanwhile; one standstill upon another, with nothing done between, is one."""
+        if self.standstills and from_s - self.standstills[-1][1] < 0.01:
+            from_s = self.standstills.pop()[0]
+        self.standstills.append((from_s, to_s))
 
     def overdue(self, due_s: float, now_s: float) -> bool:
         """Whether what was due ought to have happened; the head cannot act while it stands still."""
@@ -236,6 +243,8 @@ class Oracle:
         record.finished, record.finished_s = finished, now_s
         if self.overdue(record.deadline_s, now_s):
             self.violation(f"{record.generation_id} ended {now_s - record.deadline_s:.3f} s too late")
+        if record.readers_seen == 0 and self.ran_for(now_s) < FIRST_READER_S:
+            record.abandoned_s = now_s  # the head stood still until its patience with the caller was out
         wrong = right_end(record, finished, now_s) or self._wrong_error(record, finished)
         if wrong is not None:
             self.violation(f"{record.generation_id} {wrong}")

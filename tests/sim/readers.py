@@ -121,6 +121,7 @@ async def _read(
     loop = asyncio.get_running_loop()
     reader = generation.attach(transcript.from_index)
     record.readers_open += 1
+    record.readers_seen += 1
     record.abandoned_s = None
     try:
         while transcript.finished is None:

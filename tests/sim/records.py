@@ -53,6 +53,7 @@ class Record:
     cancel_asked_s: float | None = None
     session_finished_s: float | None = None
     readers_open: int = 0
+    readers_seen: int = 0
     abandoned_s: float | None = None
     attempts: int = 0
     failures: list[tuple[str, str, int]] = field(default_factory=list)  # node, class, tokens had by then
