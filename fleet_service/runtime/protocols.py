@@ -105,6 +105,25 @@ class NodeLink(Protocol):
         """Drop the connection; runs on it break."""
 
 
+class OfferedLink(NodeLink, Protocol):
+    """A link of a node that dialed in, waiting for its listener."""
+
+    @property
+    def introduction(self) -> Introduction:
+        """What the head said of itself on this link."""
+
+    def attach(self, listener: LinkListener) -> bool:
+        """Who listens from now on; what came before is told at once. False: the link is lost already."""
+
+
+class JoinRefusedError(Exception):
+    """A node that dialed in is not taken in. `reason` is one of errors.proto; the text says what to change."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Dialer(Protocol):
     """Connects to nodes."""
 
