@@ -35,8 +35,8 @@ NODE_WALL_MARGIN_S = 5.0
 SLOW_PREFILL_TOKENS_PER_S = 200
 # A reported rate may be a lie: a prefill is allowed at most so many times `generation_stall_s`.
 MAX_PREFILL_STALLS = 10
-# A timer this much late means that the head itself did not run.
-OWN_STALL_S = 0.5
+# How long the head must have run, and heard nothing, before it calls a silence of the node a stall.
+CONFIRM_STALL_S = 0.5
 
 # Most tokens in one Append, and the most bytes a token takes on the wire.
 APPEND_TOKENS = 1_000_000
@@ -324,26 +324,30 @@ class Attempt:
             self._stall_timer.cancel()
             self._watch_for_stall()
 
-    def _stall_due(self, due_s: float) -> None:
-        """The timer fires. One that comes late tells of the head itself: it did not run (design rule 13)."""
-        now_s = self._context.loop.time()
-        if now_s - due_s > OWN_STALL_S:
-            self._progress_s = now_s
-        self._watch_for_stall()
-
     def _watch_for_stall(self) -> None:
         """No token and no change of phase for too long; a lane's queue on the node is no stall."""
+        loop = self._context.loop
+        due_s = self._stall_due_s()
+        if loop.time() < due_s:
+            self._stall_timer = loop.call_at(due_s, self._watch_for_stall)
+        else:
+            confirmed_s = loop.time() + CONFIRM_STALL_S
+            self._stall_timer = loop.call_at(confirmed_s, self._confirm_stall, confirmed_s)
+
+    def _confirm_stall(self, due_s: float) -> None:
+        """The head may not have run itself (rule 13): what came meanwhile is let in before it judges."""
         now_s = self._context.loop.time()
-        stall_s = self._context.settings.generation_stall_s
-        due_s = self._progress_s + stall_s + self._prefill_allowance_s()
-        if self._phase is Phase.QUEUED:
-            due_s = now_s + stall_s
-        if now_s >= due_s:
-            self._fail(
-                self._failure(FailureClass.STALLED, f"no progress for {now_s - self._progress_s:.1f} s")
-            )
+        if now_s < self._stall_due_s() or now_s - due_s > CONFIRM_STALL_S:
+            self._watch_for_stall()
             return
-        self._stall_timer = self._context.loop.call_at(due_s, self._stall_due, due_s)
+        detail = f"no progress for {now_s - self._progress_s:.1f} s"
+        self._fail(self._failure(FailureClass.STALLED, detail))
+
+    def _stall_due_s(self) -> float:
+        stall_s = self._context.settings.generation_stall_s
+        if self._phase is Phase.QUEUED:
+            return self._context.loop.time() + stall_s
+        return self._progress_s + stall_s + self._prefill_allowance_s()
 
     def _prefill_allowance_s(self) -> float:
         if self._phase is Phase.DECODE:

@@ -30,6 +30,7 @@ from fleet.v1.types_pb2 import FinishReason
 from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
 from fleet_service.api.server import EdgeParts, Listener, callers_listener, operators_listener
 from fleet_service.domain.errors import FleetError
+from fleet_service.domain.node_types import NodeState
 from fleet_service.links.plain import LinkSettings, PlainDialer
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver
@@ -234,6 +235,10 @@ class World:
             operators_listener(head.operators, parts, "127.0.0.1:0"),
         ]
         await head.start([each if isinstance(each, str) else each.address for each in nodes])
+        # On a busy machine the first connection may take longer than the head waits for it.
+        awake = {node.address for node in nodes if isinstance(node, NodeProcess) and not node.frozen}
+        met = [node for node in head.fleet.nodes if node.address in awake]
+        await until(lambda: all(node.state is not NodeState.CONNECTING for node in met), "nodes answered")
         for listener in listeners:
             await listener.start()
             listener.set_serving(serving=True)

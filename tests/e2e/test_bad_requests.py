@@ -54,7 +54,7 @@ def generating(session_id: str = SESSION, generation_id: str = "", **spec: Any) 
     return lambda server: generate(server, session_id, 4, generation_id, **spec)
 
 
-def sampling(**params: Any) -> dict[str, types_pb2.SamplingParams]:
+def sampling(**params: Any) -> dict[str, Any]:
     return {"sampling": types_pb2.SamplingParams(**params)}
 
 

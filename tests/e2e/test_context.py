@@ -40,10 +40,8 @@ def on_append(action: stub_pb.FaultAction, times: int = 1, delay_ms: int = 0) ->
     )
 
 
-async def append(
-    server: HeadServer, session_id: str, token_ids: list[int], **fields: int | str
-) -> pb.Session:
-    request = pb.AppendTokensRequest(session_id=session_id, token_ids=token_ids, **fields)
+async def append(server: HeadServer, session_id: str, token_ids: list[int], **fields: int) -> pb.Session:
+    request = pb.AppendTokensRequest(session_id=session_id, token_ids=token_ids, **fields)  # type: ignore[arg-type]
     return (await server.fleet.AppendTokens(request)).session
 
 
@@ -141,6 +139,8 @@ async def test_an_append_that_arrives_after_the_generation_it_was_for_gives_no_w
         return None
 
     async def deliver_late(link: NodeLink) -> None:
+        while not await node.journal(kind="generate"):
+            await asyncio.sleep(0.01)
         late.append(await link.append(held[0]))
 
     def run(link: NodeLink, command: Run, sink: RunSink) -> RunHandle:

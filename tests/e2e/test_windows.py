@@ -1,4 +1,4 @@
-"""Context windows: what fits nowhere is said at once, what fits somewhere goes there and ends where it must."""
+"""Context windows: what fits nowhere is refused, what fits somewhere goes there, output ends where it must."""
 
 from __future__ import annotations
 
