@@ -128,3 +128,15 @@ class Revoke:
 
     session_id: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSession:
+    """A session as a node holds it (its answer to Reconcile)."""
+
+    session_id: str
+    epoch: int
+    head_id: str
+    context_length: int = 0
+    fenced: bool = False
+    generation_ids: tuple[str, ...] = ()

@@ -45,6 +45,9 @@ class Feature(Enum):
 
     INLINE_BIND = "inline_bind"
     ENGINE_OPTIONS = "engine_options"
+    LINK = "link"
+    RESUME = "resume"
+    RECONCILE = "reconcile"
 
 
 @dataclass(frozen=True, slots=True)

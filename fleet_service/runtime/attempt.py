@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet_service.domain.commands import Append, Assign, Phase, Refusal, Run, RunFinish
@@ -28,16 +28,10 @@ from fleet_service.runtime.protocols import (
 )
 from fleet_service.runtime.session import Binding
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.stall import StallWatch
 
 # The head's own timer decides WALL_CLOCK; the node's limit is only there in case the head is gone.
 NODE_WALL_MARGIN_S = 5.0
-# Prompt tokens per second assumed when judging whether a prefill has stalled and no rate is known.
-SLOW_PREFILL_TOKENS_PER_S = 200
-# A reported rate may be a lie: a prefill is allowed at most so many times `generation_stall_s`.
-MAX_PREFILL_STALLS = 10
-# How long the head must have run, and heard nothing, before it calls a silence of the node a stall.
-CONFIRM_STALL_S = 0.5
-
 # Most tokens in one Append, and the most bytes a token takes on the wire.
 APPEND_TOKENS = 1_000_000
 TOKEN_BYTES = 5
@@ -90,11 +84,16 @@ class Attempt:
         self._link = link
         self._dispatched = dispatched
         self._ended: asyncio.Future[Failure] = context.loop.create_future()
+        self._handle: RunHandle | None = None
         self._over = False
         self._confirmed = False
-        self._phase: Phase | None = None
-        self._progress_s = self.last_sign_s
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._stall = StallWatch(
+            context.loop,
+            context.settings.generation_stall_s,
+            generation.context_tokens + generation.log.received,
+            prefill_rate=lambda: self.node.report.prefill_tokens_per_s if self.node.report else 0,
+            stalled=lambda detail: self._fail(self._failure(FailureClass.STALLED, detail)),
+        )
 
     async def run(self) -> Failure:
         """The failure that ended the attempt. Cancelled when its generation is decided first."""
@@ -103,7 +102,6 @@ class Attempt:
             self.node.name, self.epoch, self.generation.attempts, self.generation.log.received
         )
         self._reservation.on_lost = self._node_lost
-        handle: RunHandle | None = None
         failure: Failure | None = None
         try:
             self._dispatched(self)
@@ -116,19 +114,56 @@ class Attempt:
                 # What became of the node says more than that its answer did not come.
                 failure = self._ended.result() if self._ended.done() else self._failure_of_link(error)
                 return failure
-            handle = self._link.run(command, self)
-            self._watch_for_stall()
-            failure = await self._ended
+            failure = await self._follow(command)
             return failure
         finally:
             self._over = True
             self._reservation.on_lost = None
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
-            if handle is not None:
-                handle.close()
+            self._stall.stop()
+            if self._handle is not None:
+                self._handle.close()
             session.drop_doubtful_binding()
             trace.ended(None if failure is None else failure.kind.value, self.tokens)
+
+    async def _follow(self, command: Run) -> Failure:
+        """Run it, and take it up again where the link blips and the node has kept it."""
+        while True:
+            self._handle = self._link.run(command, self)
+            self._stall.start()
+            failure = await self._ended
+            if failure.kind is not FailureClass.LINK_LOST or not self._link.resumes:
+                return failure
+            link = await self._link_again()
+            if link is None:
+                return failure
+            self._handle.close()
+            self._link = link
+            self._ended = self._context.loop.create_future()
+            command = self._rest_of(command)
+
+    async def _link_again(self) -> NodeLink | None:
+        """The next link to the same run of the node, if it comes at once and can take up what ran here."""
+        node = self.node
+        if not await node.link_gone(self._link, self._context.settings.relink_s):
+            return None
+        await node.relink_verdict()
+        link = node.link
+        if link is None or not link.resumes or not self.binding.holds:
+            return None
+        return link
+
+    def _rest_of(self, command: Run) -> Run:
+        """The same command from the next index on: a node that knows it goes on, another begins there."""
+        log = self.generation.log
+        return replace(
+            command,
+            prefix_token_ids=log.slice(0),
+            first_index=log.received,
+            max_new_tokens=self.generation.rules.remaining,
+            max_wall_s=self.generation.remaining_wall_s() + NODE_WALL_MARGIN_S,
+            assign=None if self._confirmed else command.assign,
+            append=None if self._confirmed else command.append,
+        )
 
     # Before the run: the node must hold exactly the context the head means
 
@@ -245,8 +280,7 @@ class Attempt:
         if not self._confirmed:
             self._confirm(now_s)
         if phase is not None or token_ids:
-            self._progress_s = now_s
-            self._enter(phase or Phase.DECODE)
+            self._stall.progress(phase or Phase.DECODE, now_s)
         # A finish without tokens has an index too: one past what there is means that a token is missing.
         if (token_ids or finish is not None) and not self._take_tokens(first_index, token_ids, now_s):
             return
@@ -264,6 +298,7 @@ class Attempt:
             return False
         new = token_ids if first_index == have else token_ids[have - first_index :]
         if new:
+            self._reservation.caught_up()
             generation.deliver(new, now_s)
             self.tokens += generation.log.received - have
         return generation.finished is None
@@ -315,47 +350,6 @@ class Attempt:
 
     def _node_lost(self, kind: FailureClass, detail: str) -> None:
         self._fail(self._failure(kind, detail))
-
-    def _enter(self, phase: Phase) -> None:
-        """From the first token on, nothing is allowed for the prefill any more."""
-        decodes = phase is Phase.DECODE and self._phase is not Phase.DECODE
-        self._phase = phase
-        if decodes and self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._watch_for_stall()
-
-    def _watch_for_stall(self) -> None:
-        """No token and no change of phase for too long; a lane's queue on the node is no stall."""
-        loop = self._context.loop
-        due_s = self._stall_due_s()
-        if loop.time() < due_s:
-            self._stall_timer = loop.call_at(due_s, self._watch_for_stall)
-        else:
-            confirmed_s = loop.time() + CONFIRM_STALL_S
-            self._stall_timer = loop.call_at(confirmed_s, self._confirm_stall, confirmed_s)
-
-    def _confirm_stall(self, due_s: float) -> None:
-        """The head may not have run itself (rule 13): what came meanwhile is let in before it judges."""
-        now_s = self._context.loop.time()
-        if now_s < self._stall_due_s() or now_s - due_s > CONFIRM_STALL_S:
-            self._watch_for_stall()
-            return
-        detail = f"no progress for {now_s - self._progress_s:.1f} s"
-        self._fail(self._failure(FailureClass.STALLED, detail))
-
-    def _stall_due_s(self) -> float:
-        stall_s = self._context.settings.generation_stall_s
-        if self._phase is Phase.QUEUED:
-            return self._context.loop.time() + stall_s
-        return self._progress_s + stall_s + self._prefill_allowance_s()
-
-    def _prefill_allowance_s(self) -> float:
-        if self._phase is Phase.DECODE:
-            return 0.0
-        report = self.node.report
-        rate = (report.prefill_tokens_per_s if report else 0) or SLOW_PREFILL_TOKENS_PER_S
-        allowance_s = 2.0 * (self.generation.context_tokens + self.generation.log.received) / rate
-        return min(allowance_s, MAX_PREFILL_STALLS * self._context.settings.generation_stall_s)
 
     def _fail(self, failure: Failure) -> None:
         if not self._over and not self._ended.done():

@@ -125,7 +125,7 @@ class Driver:
             return
         if next_step.where is Where.SAME_NODE and node is not None and node.usable:
             try:
-                self._reservation = self._fleet.reserve_on(node, generation)
+                self._reservation = self._fleet.reserve_on(node, generation, replays=True)
             except QueueFullError:
                 pass  # then anywhere, as by placement
             else:
@@ -147,7 +147,7 @@ class Driver:
         while True:
             changed = self._fleet.changed()
             try:
-                self._reservation = self._fleet.place(generation, self._demands(step))
+                self._reservation = self._fleet.place_again(generation, self._demands(step))
                 return
             except FleetError as error:
                 refusal = error

@@ -149,7 +149,7 @@ class Fleet:
         session.bind(node, self.next_epoch)
         return node
 
-    def place(self, generation: Generation, demands: Sequence[Demand]) -> Reservation:
+    def place_again(self, generation: Generation, demands: Sequence[Demand]) -> Reservation:
         """Choose, bind and reserve in one step, by the first demand that can be met, or its FleetError."""
         refused: FleetError | None = None
         for demand in demands:
@@ -159,12 +159,12 @@ class Fleet:
                 refused = refused or error
                 continue
             generation.trace.placed(node.name, partial(self.explain, demand))
-            return self.reserve_on(node, generation)
+            return self.reserve_on(node, generation, replays=True)
         raise refused or ValueError("no demand was given")
 
-    def reserve_on(self, node: Node, generation: Generation) -> Reservation:
+    def reserve_on(self, node: Node, generation: Generation, *, replays: bool = False) -> Reservation:
         """A reservation for the generation's next attempt. Raises QueueFullError."""
-        return node.reserve(generation.qos, self.demand_of(generation))
+        return node.reserve(generation.qos, self.demand_of(generation), replays=replays)
 
     def demand_of(self, generation: Generation) -> Demand:
         """What the generation's next attempt asks of a node."""

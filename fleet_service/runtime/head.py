@@ -52,8 +52,10 @@ class Head:
         self._tender_task: asyncio.Task[None] | None = None
         self._draining = False
         self.fleet = Fleet(settings, loop.time, term=int(wall_clock()))
-        self.nodes = Nodes(self.fleet, dialer, settings, rng, loop.time, wall_clock)
         self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock)
+        self.nodes = Nodes(
+            self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self.sessions.orphans
+        )
         context = AttemptContext(
             settings=settings, loop=loop, own_term=lambda: self.fleet.term, violated=self.nodes.violated
         )

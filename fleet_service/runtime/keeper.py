@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
-from fleet_service.domain.commands import Introduction, RefusalCode, Revoke
+from fleet_service.domain.commands import HeldSession, Introduction, RefusalCode, Revoke
 from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
-from fleet_service.domain.node_types import ModelInfo, NodeHello, NodeState, Report
+from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import Dialer, HandshakeRefusedError, LinkError, LinkLostError, NodeLink
 from fleet_service.runtime.settings import HeadSettings
@@ -54,8 +54,8 @@ class _Listener:
 class NodeKeeper:
     """The life of one node's connection.
 
-    `introduce` gives the head's introduction; `admit` may refuse a hello with a text (an identity in use),
-    and learns of every accepted one.
+    `introduce` gives the head's introduction; `admit` is asked about every hello and raises
+    HandshakeRefusedError; `orphans` says what of the sessions a node holds it should not.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class NodeKeeper:
         settings: HeadSettings,
         rng: random.Random,
         introduce: Callable[[], Introduction],
-        admit: Callable[[Node, NodeHello], str | None],
+        admit: Callable[[Node, NodeHello], Awaitable[None]],
+        orphans: Callable[[Node, Sequence[HeldSession]], Sequence[HeldSession]],
     ) -> None:
         self._node = node
         self._dialer = dialer
@@ -73,6 +74,7 @@ class NodeKeeper:
         self._rng = rng
         self._introduce = introduce
         self._admit = admit
+        self._orphans = orphans
         self._lost: asyncio.Future[LinkError] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.first_try = asyncio.Event()
@@ -171,26 +173,30 @@ class NodeKeeper:
         lost: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
         link = await self._dialer.connect(node.address, introduction, _Listener(node, lost))
         try:
-            await self._agree(link)
+            held = await self._agree(link)
         except BaseException:
             await link.close()
             raise
         self._lost = lost
         self._came_up(link)
+        for orphan in self._orphans(node, held):
+            node.owe_revoke(orphan.session_id, orphan.epoch, surely_held=True)
         self.first_try.set()
         return lost
 
-    async def _agree(self, link: NodeLink) -> None:
-        """The head's own check of who is there, and a clean start with one it has not met."""
+    async def _agree(self, link: NodeLink) -> Sequence[HeldSession]:
+        """The head's own check of who is there, and a clean start with one it has not met.
+
+        Gives what the node holds, where it can say so.
+        """
         node, hello = self._node, link.hello
-        refused = self._admit(node, hello)
-        if refused is not None:
-            raise HandshakeRefusedError(refused)
+        await self._admit(node, hello)
         # Removed and added again, or away for a lease: what it may still hold of this head is not known here.
         unmet = node.hello is None and term_of(hello.highest_epoch) == self._introduce().term
         if unmet or node.owes_lease_end:
             await link.renew_lease(0.0)
             node.nothing_is_bound()
+        return await link.reconcile() if Feature.RECONCILE in hello.features else ()
 
     def _came_up(self, link: NodeLink) -> None:
         node, hello = self._node, link.hello

@@ -44,15 +44,22 @@ class Reservation:
     attempt must look elsewhere.
     """
 
-    __slots__ = ("demand", "granted", "node", "on_lost", "released", "ticket")
+    __slots__ = ("demand", "granted", "node", "on_lost", "released", "replays", "ticket")
 
-    def __init__(self, node: Node, demand: Demand, granted: asyncio.Future[Grant]) -> None:
+    def __init__(self, node: Node, demand: Demand, granted: asyncio.Future[Grant], *, replays: bool) -> None:
         self.node = node
         self.demand = demand
         self.granted = granted
+        self.replays = replays
         self.ticket: Ticket | None = None
         self.on_lost: Callable[[FailureClass, str], None] | None = None
         self.released = False
+
+    def caught_up(self) -> None:
+        """The first new token came: what had to be prefilled again after a failure is."""
+        if self.replays:
+            self.replays = False
+            self.node.dispatch()
 
     def release(self) -> None:
         """Give the place back, on every way out. Idempotent."""
@@ -217,9 +224,13 @@ class Node:
 
     # Reservations, lanes and the queue at the head
 
-    def reserve(self, qos: Qos, demand: Demand) -> Reservation:
-        """Count an attempt here and let it wait for a lane. Raises QueueFullError."""
-        reservation = Reservation(self, demand, asyncio.get_running_loop().create_future())
+    def reserve(self, qos: Qos, demand: Demand, *, replays: bool = False) -> Reservation:
+        """Count an attempt here and let it wait for a lane. Raises QueueFullError.
+
+        `replays`: it goes on with what failed elsewhere. At most `replays_at_once` prefill at a time.
+        """
+        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        reservation = Reservation(self, demand, granted, replays=replays)
         reservation.ticket = self.queue.push(reservation, int(qos))
         self.reservations += 1
         self.dispatch()
@@ -228,13 +239,24 @@ class Node:
     def dispatch(self) -> None:
         """Give free lanes to those that wait."""
         while self.usable and len(self.running) < self.lanes:
-            reservation = self.queue.pop()
+            reservation = self._next_waiting()
             if reservation is None:
                 return
             reservation.ticket = None
             self.running[reservation] = None
             if not reservation.granted.done():
                 reservation.granted.set_result(Grant.LANE)
+
+    def _next_waiting(self) -> Reservation | None:
+        """The first in line; past those that replay, while as many as may are at it."""
+        replaying = sum(reservation.replays for reservation in self.running)
+        if replaying < self._settings.replays_at_once:
+            return self.queue.pop()
+        for reservation in self.queue:
+            if not reservation.replays and reservation.ticket is not None:
+                self.queue.remove(reservation.ticket)
+                return reservation
+        return None
 
     def forget(self, reservation: Reservation) -> None:
         """Reservation.release() calls this, once."""

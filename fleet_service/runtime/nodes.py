@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from fleet_service.domain.commands import Introduction
-from fleet_service.domain.epochs import MAX_TERM, term_of
+from fleet_service.domain.commands import HeldSession, Introduction
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import NodeHello, NodeState
+from fleet_service.runtime.admission import Admission
 from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.join_desk import JoinDesk, joined_address
 from fleet_service.runtime.keeper import NodeKeeper
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import Dialer, LinkError
@@ -38,13 +39,16 @@ class Nodes:
         rng: random.Random,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        orphans: Callable[[Node, Sequence[HeldSession]], Sequence[HeldSession]],
     ) -> None:
         self._fleet = fleet
-        self._dialer = dialer
+        self._admission = Admission(fleet, self._drop_link, self._raise_term, self._add_joined)
+        self.desk = JoinDesk(dialer, self._admission.receive)
         self._settings = settings
         self._rng = rng
         self._clock = clock
         self._wall_clock = wall_clock
+        self._orphans = orphans
         self._keepers: dict[Node, NodeKeeper] = {}
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
 
@@ -52,7 +56,13 @@ class Nodes:
         """A node to dial at `address`; its tasks start now."""
         node = Node(address, self._settings, self._clock)
         keeper = NodeKeeper(
-            node, self._dialer, self._settings, self._rng, introduce=self._introduction, admit=self._admit
+            node,
+            self.desk,
+            self._settings,
+            self._rng,
+            introduce=self.introduction,
+            admit=self._admission.admit,
+            orphans=self._orphans,
         )
         self._fleet.add(node)
         self._keepers[node] = keeper
@@ -62,6 +72,9 @@ class Nodes:
             loop.create_task(keeper.deliver_revokes(), name=f"courier {address}"),
         ]
         return node
+
+    def _add_joined(self, identity: str) -> Node:
+        return self.add(joined_address(identity))
 
     def keeper_of(self, node: Node) -> NodeKeeper | None:
         return self._keepers.get(node)
@@ -102,12 +115,10 @@ class Nodes:
     def violated(self, node: Node, detail: str) -> None:
         """A node broke the protocol: its link is not to be trusted any more."""
         log.warning("protocol_violation", node=node.name, detail=detail)
-        keeper = self._keepers.get(node)
-        if keeper is not None:
-            keeper.drop_link(detail)
+        self._drop_link(node, detail)
 
     async def probe(self, address: str) -> NodeHello:
-        return await self._dialer.probe(address, self._introduction())
+        return await self.desk.probe(address, self.introduction())
 
     async def _end_lease(self, node: Node) -> None:
         """A lease that ends now frees all this head has there, with one command."""
@@ -126,32 +137,17 @@ class Nodes:
         for node in nodes:
             self._keepers.pop(node, None)
 
-    def _introduction(self) -> Introduction:
+    def introduction(self) -> Introduction:
+        """What the head says of itself to nodes."""
         return Introduction(self._settings.fleet_id, self._settings.head_id, self._fleet.term)
 
-    def _admit(self, node: Node, hello: NodeHello) -> str | None:
-        other = self._fleet.find(hello.identity)
-        if other is not None and other is not node and other.link is not None:
-            return (
-                f"identity {hello.identity} is in use by the node at {other.address}; "
-                "give this node another identity, or remove the other"
-            )
-        if term_of(hello.highest_epoch) >= MAX_TERM:
-            return f"the node reports epoch {hello.highest_epoch}, above which there is none; restart it"
-        if hello.highest_epoch > self._fleet.last_epoch:
-            self._fleet.raise_term_above(hello.highest_epoch, int(self._wall_clock()))
-            log.warning("term_raised", term=self._fleet.term, node=hello.identity)
-            for keeper in self._keepers.values():
-                keeper.drop_link("the head's term was raised; introducing it anew")
-            return "the head's term was raised; introducing it anew"
-        if other is not None and other is not node:
-            self._replace(other, node)
-        self._fleet.rename(node, hello.identity)
-        return None
+    def _raise_term(self, above_epoch: int) -> None:
+        self._fleet.raise_term_above(above_epoch, int(self._wall_clock()))
+        log.warning("term_raised", term=self._fleet.term)
+        for keeper in self._keepers.values():
+            keeper.drop_link("the head's term was raised; introducing it anew")
 
-    def _replace(self, old: Node, new: Node) -> None:
-        """The identity lives at another address now: its name and its cordon go there."""
-        log.info("node_replaced", node=old.name, old_address=old.address, address=new.address)
-        new.cordoned, new.cordon_note = old.cordoned, old.cordon_note
-        old.unlearn()
-        self._fleet.rename(old, old.address)
+    def _drop_link(self, node: Node, why: str) -> None:
+        keeper = self._keepers.get(node)
+        if keeper is not None:
+            keeper.drop_link(why)

@@ -12,6 +12,7 @@ from fleet_service.domain.commands import (
     Append,
     Assign,
     CancelRun,
+    HeldSession,
     Introduction,
     Phase,
     Refusal,
@@ -87,6 +88,10 @@ class NodeLink(Protocol):
     def hello(self) -> NodeHello:
         """What the node said at the handshake."""
 
+    @property
+    def resumes(self) -> bool:
+        """Runs broken by this link's loss go on when the next one to the same incarnation runs them again."""
+
     async def assign(self, command: Assign) -> Refusal | None: ...
 
     async def append(self, command: Append) -> Refusal | None: ...
@@ -100,6 +105,12 @@ class NodeLink(Protocol):
 
     async def renew_lease(self, lease_s: float) -> bool:
         """False: no lease runs; what it covered is fenced. `lease_s` 0 ends it at once."""
+
+    async def reconcile(self) -> Sequence[HeldSession]:
+        """What the node holds of the fleet; only with feature RECONCILE."""
+
+    async def ping(self) -> None:
+        """Returns once the node has answered anything at all, which proves that it lives."""
 
     async def close(self) -> None:
         """Drop the connection; runs on it break."""

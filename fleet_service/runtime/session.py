@@ -41,6 +41,11 @@ class Binding:
         return self.life == self.node.life and not self.node.removed and not in_doubt
 
     @property
+    def holds(self) -> bool:
+        """The node lives the life the session was bound to, and can be used."""
+        return self.life == self.node.life and self.node.usable
+
+    @property
     def usable(self) -> bool:
         """Valid, and the node can be used now."""
         return self.valid and self.node.usable

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.context import Context
 from fleet_service.domain.errors import FleetError, Reason, invalid
 from fleet_service.domain.placement import window_tokens
@@ -16,6 +17,7 @@ from fleet_service.domain.session_table import SessionOp, SessionState, apply
 from fleet_service.domain.specs import Sampling, SessionSpec
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.ids import Ids
+from fleet_service.runtime.node import Node
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.views import SessionView
@@ -199,6 +201,16 @@ class Sessions:
     def extend_context(self, session: Session, token_ids: Sequence[int]) -> None:
         """A generation's output joins the context."""
         self._change_context(session, len(session.context), token_ids)
+
+    def orphans(self, node: Node, held: Sequence[HeldSession]) -> list[HeldSession]:
+        """Of what a node holds, the sessions of this head that are not, or not so, bound to it."""
+        own = [each for each in held if each.head_id == self._settings.head_id]
+        return [each for each in own if not self._is_bound(node, each)]
+
+    def _is_bound(self, node: Node, held: HeldSession) -> bool:
+        session = self._by_id.get(held.session_id)
+        binding = session.binding if session is not None else None
+        return binding is not None and binding.node is node and binding.epoch == held.epoch
 
     # Housekeeping
 

@@ -38,6 +38,7 @@ class HeadSettings:
     lease_s: float = 60.0
     lease_renew_s: float = 40.0
     generation_stall_s: float = 60.0
+    replays_at_once: int = 4  # re-prefills after a failure, per node
 
     # Generations
     default_max_new_tokens: int = 2048

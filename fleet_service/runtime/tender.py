@@ -11,8 +11,6 @@ from typing import Any
 
 import structlog
 
-from fleet_service.domain.failures import FailureClass
-from fleet_service.domain.node_types import NodeState
 from fleet_service.domain.placement import Demand
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generations import Generations
@@ -21,6 +19,7 @@ from fleet_service.runtime.ledger import RequestLedger
 from fleet_service.runtime.node import Grant, Node
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.silence import judge_silence
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +68,7 @@ class Tender:
 
     def tick(self, now_s: float) -> None:
         """One round; synchronous, so that it sees one moment."""
+        judge_silence(self._fleet.nodes, self._settings.silence_s, now_s)
         for node in self._fleet.nodes:
             self._look_after(node, now_s)
         self._rebalance()
@@ -85,13 +85,7 @@ class Tender:
 
     def _look_after(self, node: Node, now_s: float) -> None:
         settings = self._settings
-        quiet_s = now_s - node.last_sign_s
-        if node.state is NodeState.UP and quiet_s > settings.silence_s:
-            detail = f"nothing heard for {quiet_s:.1f} s"
-            log.warning("node_silent", node=node.name, quiet_s=round(quiet_s, 3))
-            node.set_state(NodeState.SUSPECT, detail)
-            node.fail_running(FailureClass.NODE_SILENT, detail)
-        if node.link is None and quiet_s > settings.lease_s:
+        if node.link is None and now_s - node.last_sign_s > settings.lease_s:
             node.lease_ran_out()
         elif node.outbox:
             node.outbox_wake.set()

@@ -1,0 +1,128 @@
+"""Who may be which node: one identity, one living incarnation (design: Failures, two live machines).
+
+A newcomer under a living node's identity is refused; under a silent one's, it replaces it, and the old
+incarnation is barred for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+import structlog
+
+from fleet_service.domain.epochs import MAX_TERM, term_of
+from fleet_service.domain.node_types import NodeHello
+from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.join_desk import JOINED_PREFIX
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.protocols import HandshakeRefusedError, JoinRefusedError, LinkError
+
+log = structlog.get_logger(__name__)
+
+CHALLENGE_S = 1.0
+"""How long the node that has an identity gets to show that it lives."""
+
+MAX_BARRED = 10_000
+"""Incarnations remembered as replaced, the oldest going first."""
+
+IDENTITY_IN_USE = "IDENTITY_IN_USE"
+
+
+class Admission:
+    """Decides on every hello.
+
+    `drop_link` closes a node's link; `raise_term` goes on in a term above an epoch, and introduces the head
+    anew; `add_joined` makes a node that dials in known.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        drop_link: Callable[[Node, str], None],
+        raise_term: Callable[[int], None],
+        add_joined: Callable[[str], Node],
+    ) -> None:
+        self._fleet = fleet
+        self._drop_link = drop_link
+        self._raise_term = raise_term
+        self._add_joined = add_joined
+        self._barred: OrderedDict[str, None] = OrderedDict()
+
+    async def admit(self, node: Node, hello: NodeHello) -> None:
+        """`node` said hello on a new link. Raises HandshakeRefusedError."""
+        if term_of(hello.highest_epoch) >= MAX_TERM:
+            raise HandshakeRefusedError(
+                f"the node reports epoch {hello.highest_epoch}, above which there is none; restart it"
+            )
+        refused = await self._contest(node, hello)
+        if refused is not None:
+            raise HandshakeRefusedError(refused)
+        if hello.highest_epoch > self._fleet.last_epoch:
+            self._raise_term(hello.highest_epoch)
+            raise HandshakeRefusedError("the head's term was raised; introducing it anew")
+        other = self._fleet.find(hello.identity)
+        if other is not None and other is not node:
+            self._hand_over(other, node)
+        self._fleet.rename(node, hello.identity)
+
+    async def receive(self, hello: NodeHello) -> None:
+        """A node has dialed in. Makes it known, or raises JoinRefusedError."""
+        refused = await self._contest(None, hello)
+        if refused is not None:
+            raise JoinRefusedError(IDENTITY_IN_USE, refused)
+        holder = self._fleet.find(hello.identity)
+        if holder is not None and holder.address.startswith(JOINED_PREFIX):
+            return
+        joined = self._add_joined(hello.identity)
+        if holder is not None:
+            self._hand_over(holder, joined)
+        self._fleet.rename(joined, hello.identity)
+
+    async def _contest(self, newcomer: Node | None, hello: NodeHello) -> str | None:
+        """Why the newcomer may not have its identity; None when it may, and then nobody else has."""
+        if hello.incarnation in self._barred:
+            return (
+                f"this run of node {hello.identity} was silent and has been replaced by another; restart it"
+            )
+        holder = self._fleet.find(hello.identity)
+        if holder is None or holder is newcomer or holder.link is None or holder.hello is None:
+            return None
+        if holder.hello.incarnation == hello.incarnation:
+            if newcomer is None and holder.address.startswith(JOINED_PREFIX):
+                self._drop_link(holder, "the node dialed in anew")
+                return None
+            return f"node {hello.identity} is connected already, as {holder.address}; use one of the two ways"
+        if await self._lives(holder):
+            return (
+                f"identity {hello.identity} is in use by a living node at {holder.address}; "
+                "give this one another with --identity, or stop the other"
+            )
+        self._bar(holder)
+        return None
+
+    async def _lives(self, holder: Node) -> bool:
+        link = holder.link
+        if link is None:
+            return False
+        try:
+            async with asyncio.timeout(CHALLENGE_S):
+                await link.ping()
+        except (LinkError, TimeoutError):
+            return False
+        return True
+
+    def _bar(self, holder: Node) -> None:
+        log.warning("incarnation_barred", node=holder.name, incarnation=holder.incarnation)
+        self._barred[holder.incarnation] = None
+        if len(self._barred) > MAX_BARRED:
+            self._barred.popitem(last=False)
+        self._drop_link(holder, "another run of the node has replaced it")
+
+    def _hand_over(self, old: Node, new: Node) -> None:
+        """The identity lives at another address now: its name and its cordon go there."""
+        log.info("node_replaced", node=old.name, old_address=old.address, address=new.address)
+        new.cordoned, new.cordon_note = old.cordoned, old.cordon_note
+        old.unlearn()
+        self._fleet.rename(old, old.address)
