@@ -22,7 +22,8 @@ from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
 from fleet_service.api.server import EdgeParts, Listener, ListenError, callers_listener, operators_listener
 from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig, split_address
-from fleet_service.links.plain import LinkSettings, PlainDialer
+from fleet_service.links.plain import PlainDialer
+from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.telemetry.logging import configure_logging
@@ -137,6 +138,7 @@ def link_settings(config: FleetConfig) -> LinkSettings:
         keepalive_timeout_s=links.keepalive_timeout_s,
         ping_timeout_s=links.ping_timeout_s,
         max_message_bytes=links.max_message_bytes,
+        multiplexed=links.multiplexed,
     )
 
 

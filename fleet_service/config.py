@@ -226,6 +226,8 @@ class LinksConfig(_Section):
     """How long any HTTP/2 ping may go unanswered"""
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=64 * 1024, le=256 * 1024 * 1024)
     """Largest message to or from a node"""
+    multiplexed: bool = True
+    """Nodes that can are served over one stream; false: every node by plain RPCs"""
 
 
 class TelemetryConfig(_Section):

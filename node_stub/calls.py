@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 
-class Context(Protocol):
-    """What is asked of a call here: who is at the other end."""
-
-    def peer(self) -> str: ...
+class LinkDropped(Exception):
+    """The connection is to be dropped: abort the call."""
 
 
 class Call:
@@ -32,6 +30,15 @@ class Call:
             return False
         return True
 
+    async def ending(self) -> None:
+        """Return when it is to end."""
+        await self._over.wait()
+
+    def check(self) -> None:
+        """Raise LinkDropped when its connection is dropped."""
+        if self.broken:
+            raise LinkDropped
+
     def end(self) -> None:
         self._over.set()
 
@@ -43,14 +50,19 @@ class Call:
 
 
 class Calls:
-    """All open calls."""
+    """All open calls. `clock` is in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._open: set[Call] = set()
+        self._clock = clock
+        self._cut_until_s = 0.0
 
     @contextmanager
-    def open(self, context: Context) -> Iterator[Call]:
-        call = Call(context.peer())
+    def open(self, peer: str) -> Iterator[Call]:
+        """An open call. Raises LinkDropped while the network is cut."""
+        if self.cut_left_s > 0:
+            raise LinkDropped
+        call = Call(peer)
         self._open.add(call)
         try:
             yield call
@@ -62,6 +74,17 @@ class Calls:
         for call in self._open:
             if call.peer == peer:
                 call.break_off()
+
+    def cut(self, cut_s: float) -> None:
+        """Have every call aborted, and for so long each that is made."""
+        self._cut_until_s = self._clock() + cut_s
+        for call in self._open:
+            call.break_off()
+
+    @property
+    def cut_left_s(self) -> float:
+        """Seconds until calls are taken again; 0 = they are."""
+        return max(0.0, self._cut_until_s - self._clock())
 
     def end_all(self) -> None:
         """Have the calls that never end by themselves end."""

@@ -1,14 +1,17 @@
 """The command `fleet-node`: one node as a process of its own.
 
-Standard output gets one line, when the node is ready: `fleet-node: NAME on HOST:PORT`. Logs go to standard
-error. Exit codes: 0 stopped by a signal, 1 the node could not start or its engine failed, 2 wrong usage,
-3 the engine asked for is not to be had here.
+Standard output gets one line, when the node is ready: `fleet-node: NAME on HOST:PORT`, or, of a node that
+dials its head, `fleet-node: NAME joins HOST:PORT, control on HOST:PORT`. Logs go to standard error, and so
+does a line whenever it has joined or left. Exit codes: 0 stopped by a signal, 1 the node could not start or
+its engine failed, 2 wrong usage, or the head refuses the node's fleet token, 3 the engine asked for is not
+to be had here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
 import socket
 import sys
@@ -23,6 +26,7 @@ from typing import Annotated
 import typer
 
 from node_stub.faults import Fault, FaultError, Faults, ProcessHazards, ReportLies, parse_fault, parse_lie
+from node_stub.join import JoinRefusedError, JoinSettings
 from node_stub.llama import LlamaSettings, create_engine
 from node_stub.llama_server import LlamaUnavailableError
 from node_stub.node import Node, NodeSettings
@@ -33,6 +37,8 @@ from node_stub.stub_engine import EngineSettings, StubEngine
 
 log = logging.getLogger("node_stub")
 
+DEFAULT_LISTEN = "127.0.0.1:8454"
+FREE_PORT = "127.0.0.1:0"
 DEFAULT_LANES = 8
 DEFAULT_WINDOW_TOKENS = 32_768
 
@@ -43,11 +49,13 @@ Examples:
 
   fleet-node --model demo:4096 --lanes 4 --decode-rate 50 --fault after-tokens=5:die
 
+  fleet-node --model demo --identity b --join head.example:8455
+
   fleet-node --engine llama --model-file SmolLM2-135M-Instruct.Q4_1.gguf --model smollm2
 
 A fault is POINT[=TOKENS]:ACTION[=ARGUMENT][,times=N][,session=PREFIX]. Points: before-assign, after-assign,
 after-append, after-generate, after-tokens=N, before-finish. Actions: die, freeze, drop-link, refuse=CODE,
-engine-error, stall, wrong-epoch, repeat-index, skip-index, lose-append, repeat-append, delay=MS.
+engine-error, stall, wrong-epoch, repeat-index, skip-index, lose-append, repeat-append, delay=MS, cut-link=MS.
 """
 
 
@@ -63,6 +71,8 @@ class Options:
     """What the command line says, checked."""
 
     listen: str
+    join: str | None
+    """None = heads dial this node."""
     node: NodeSettings
     models: Sequence[tuple[str, int]]
     llama: LlamaSettings | None
@@ -90,7 +100,22 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
             help="Model to serve, with its window in tokens. llama: one, by default named for its file.",
         ),
     ] = None,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to serve on; port 0 picks one.")] = "127.0.0.1:8454",
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT to serve on; port 0 picks one.",
+            show_default=f"{DEFAULT_LISTEN}; with --join a free port of 127.0.0.1, for the stub's control",
+        ),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Dial the head there instead of being dialed, for as long as the node runs. A head that has "
+            "a living node of this identity is asked again every 30 s; one that refuses the fleet token ends "
+            "the node.",
+        ),
+    ] = None,
     identity: Annotated[str, typer.Option(help="The node's stable name; empty = the host's.")] = "",
     fleet_id: Annotated[str, typer.Option(help="Serve heads of this fleet only; empty = any.")] = "",
     engine: Annotated[EngineKind, typer.Option(help="What generates the tokens.")] = EngineKind.STUB,
@@ -144,6 +169,11 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         typer.Option(min=0, help="Seconds after which a connection without calls is closed; 0 = never."),
     ] = 120.0,
     inline: Annotated[bool, typer.Option(help="Take Assign and Append along with Generate.")] = True,  # noqa: FBT002
+    link: Annotated[bool, typer.Option(help="Serve heads over one multiplexed link each.")] = True,  # noqa: FBT002
+    resume: Annotated[  # noqa: FBT002
+        bool, typer.Option(help="Let a run outlive its link, for 10 s, to be taken up over another.")
+    ] = True,
+    reconcile: Annotated[bool, typer.Option(help="Tell heads what is held.")] = True,  # noqa: FBT002
     fault: Annotated[
         list[str] | None, typer.Option(metavar="POINT:ACTION", help="Fault to have (see below).")
     ] = None,
@@ -175,13 +205,17 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     elif not models:
         raise typer.BadParameter("name at least one", param_hint="--model")
     options = Options(
-        listen=_address(listen),
+        listen=_address(listen or (FREE_PORT if join else DEFAULT_LISTEN), "--listen"),
+        join=_address(join, "--join") if join else None,
         node=NodeSettings(
             identity=identity or socket.gethostname(),
             incarnation=uuid.uuid4().hex,
             fleet_id=fleet_id,
             labels=dict(_label(text) for text in label or ()),
             inline_bind=inline,
+            link=link,
+            resume=resume,
+            reconcile=reconcile,
             limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
         ),
         models=models,
@@ -198,13 +232,17 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     )
     try:
         asyncio.run(serve(options))
-    except (BindError, LlamaUnavailableError) as error:
+    except (BindError, LlamaUnavailableError, JoinRefusedError) as error:
         typer.echo(f"fleet-node: {error}", err=True)
-        raise typer.Exit(3 if isinstance(error, LlamaUnavailableError) else 1) from error
+        codes = {LlamaUnavailableError: 3, JoinRefusedError: 2}
+        raise typer.Exit(codes.get(type(error), 1)) from error
 
 
 async def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends the grace. Raises BindError, LlamaUnavailableError."""
+    """Serve until SIGTERM or SIGINT; a second one ends the grace.
+
+    Raises BindError, LlamaUnavailableError, JoinRefusedError.
+    """
     node = _node(options)
     node.set_faults(list(options.faults), options.lies, options.slow_down)
     server = NodeServer(node, ProcessHazards(), options.idle_timeout_s)
@@ -213,13 +251,15 @@ async def serve(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     port = await server.start(options.listen)
-    host = options.listen.rpartition(":")[0]
-    sys.stdout.write(f"fleet-node: {options.node.identity} on {host}:{port}\n")
+    address = f"{options.listen.rpartition(':')[0]}:{port}"
+    where = f"joins {options.join}, control on {address}" if options.join else f"on {address}"
+    sys.stdout.write(f"fleet-node: {options.node.identity} {where}\n")
     sys.stdout.flush()
-    work = asyncio.create_task(node.run(), name="engine")
+    work = asyncio.create_task(_work(node, server, options.join), name="work")
     stop = asyncio.create_task(asked.wait(), name="signals")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     if work.done():
+        stop.cancel()
         await server.stop(0)
         work.result()
     log.info("stopping; calls have %.1f s to end", options.grace_s)
@@ -232,6 +272,28 @@ async def serve(options: Options) -> None:
     for task in (again, work):
         task.cancel()
     await asyncio.gather(ending, again, work, return_exceptions=True)
+
+
+async def _work(node: Node, server: NodeServer, join: str | None) -> None:
+    """Run the engine, and keep the node joined. Raises what made either fail."""
+    tasks = [asyncio.create_task(node.run(), name="engine")]
+    if join:
+        joiner = server.joiner(JoinSettings(join), random.Random(), _say)
+        tasks.append(asyncio.create_task(joiner.run(), name="join"))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"fleet-node: {line}\n")
+    sys.stderr.flush()
 
 
 def main() -> None:
@@ -254,10 +316,10 @@ def _node(options: Options) -> Node:
     return Node(options.node, StubEngine(models, options.pace, time.monotonic), Faults(), time.monotonic)
 
 
-def _address(text: str) -> str:
+def _address(text: str, flag: str) -> str:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-        raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint="--listen")
+        raise typer.BadParameter(f"{text!r} is not HOST:PORT", param_hint=flag)
     return text
 
 

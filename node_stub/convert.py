@@ -8,6 +8,7 @@ from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import types_pb2
+from node_stub.engine import Finish, Phase
 from node_stub.faults import Action, Fault, FaultError, Point, ReportLies
 from node_stub.journal import Entry
 from node_stub.node import NodeSettings, Report
@@ -23,6 +24,13 @@ from node_stub.rules import (
     Sampling,
 )
 from node_stub.runs import Step
+
+PHASES: dict[Phase, pb.GenerationPhase] = {
+    phase: getattr(pb, f"GENERATION_PHASE_{phase.name}") for phase in Phase
+}
+FINISHES: dict[Finish, types_pb2.FinishReason] = {
+    finish: getattr(types_pb2, f"FINISH_REASON_{finish.name}") for finish in Finish
+}
 
 # --------------------------------------------------------------------------------------------------- commands
 
@@ -100,8 +108,8 @@ def step_to(step: Step, epoch: int) -> pb.NodeServiceGenerateResponse:
         epoch=epoch,
         first_index=step.first_index,
         token_ids=step.token_ids,
-        phase=f"GENERATION_PHASE_{step.phase.name}" if step.phase else None,
-        finish=f"FINISH_REASON_{step.finish.name}" if step.finish else None,
+        phase=PHASES[step.phase] if step.phase else None,
+        finish=FINISHES[step.finish] if step.finish else None,
         refusal=refusal_to(step.refusal),
     )
 
@@ -124,11 +132,25 @@ def features_of(settings: NodeSettings) -> list[admin_pb.NodeFeature]:
     features = [
         (settings.inline_bind, admin_pb.NODE_FEATURE_INLINE_BIND),
         (settings.engine_options, admin_pb.NODE_FEATURE_ENGINE_OPTIONS),
+        (settings.link, admin_pb.NODE_FEATURE_LINK),
+        (settings.link and settings.resume, admin_pb.NODE_FEATURE_RESUME),
+        (settings.reconcile, admin_pb.NODE_FEATURE_RECONCILE),
     ]
     return [feature for announced, feature in features if announced]
 
 
-def owner_from(message: pb.RenewLeaseRequest | pb.WatchStatusRequest) -> Owner:
+def held_to(holding: Holding, generation_ids: list[str]) -> pb.HeldSession:
+    return pb.HeldSession(
+        session_id=holding.session_id,
+        epoch=holding.epoch,
+        head_id=holding.owner.head_id,
+        context_length=holding.context_length,
+        fenced=holding.fenced,
+        generation_ids=generation_ids,
+    )
+
+
+def owner_from(message: pb.HandshakeRequest | pb.RenewLeaseRequest | pb.WatchStatusRequest) -> Owner:
     return Owner(message.fleet_id, message.head_id, message.term)
 
 
@@ -195,6 +217,7 @@ def entry_to(entry: Entry) -> stub_pb.JournalEntry:
         cancel_seen_ms=entry.cancel_seen_ms,
         ended_ms=entry.ended_ms,
         prompt_tokens=entry.prompt_tokens,
+        resumes=entry.resumes,
     )
 
 

@@ -47,6 +47,7 @@ class Action(Enum):
     LOSE_APPEND = 10
     REPEAT_APPEND = 11
     DELAY = 12
+    CUT_LINK = 13
 
 
 M = TypeVar("M", Point, Action)
@@ -61,6 +62,8 @@ _ONLY_AT = {
     Action.REPEAT_APPEND: {Point.AFTER_APPEND},
 }
 
+
+_TIMED = {Action.DELAY, Action.CUT_LINK}
 
 # Faults of how an Append is executed, not of what happens after it.
 APPEND_ACTIONS = frozenset({Action.LOSE_APPEND, Action.REPEAT_APPEND})
@@ -86,8 +89,8 @@ class Fault:
             raise FaultError(f"{action} cannot strike at {point}, only at {places}")
         if self.action is Action.REFUSE and self.refusal_code is None:
             raise FaultError(f"refuse needs a code, one of {', '.join(code.name for code in Code)}")
-        if self.action is Action.DELAY and self.delay_ms <= 0:
-            raise FaultError("delay needs a time in milliseconds, above 0")
+        if self.action in _TIMED and self.delay_ms <= 0:
+            raise FaultError(f"{action} needs a time in milliseconds, above 0")
         if self.action is Action.REPEAT_INDEX and self.after_tokens == 0:
             raise FaultError("repeat-index needs a token to repeat: after-tokens of at least 1")
 
@@ -132,6 +135,11 @@ class Faults:
         """Faults that can still strike, with the rest of their counts."""
         return [replace(a.fault, times=a.left or 0) for a in self._armed if a.left != 0]
 
+    @property
+    def any_left(self) -> bool:
+        """Whether any can still strike."""
+        return any(armed.left != 0 for armed in self._armed)
+
     def take(
         self,
         point: Point,
@@ -152,11 +160,14 @@ class Faults:
                 continue
             if point is Point.AFTER_TOKENS and armed.fault.after_tokens != sent:
                 continue
-            if armed.left is not None:
-                armed.left -= 1
-            if struck is not None:
-                struck.add(armed.serial)
-            return armed.fault
+            return self._strike(armed, struck)
+        return None
+
+    def take_anywhere(self, action: Action, session_id: str, struck: set[int]) -> Fault | None:
+        """The next fault of that action in a run's stream, wherever it is to strike."""
+        for armed in self._armed:
+            if armed.fault.action is action and self._fits(armed, armed.fault.point, session_id, struck):
+                return self._strike(armed, struck)
         return None
 
     def next_boundary(self, session_id: str, sent: int, struck: set[int]) -> int | None:
@@ -171,6 +182,14 @@ class Faults:
     def expects_finish(self, session_id: str, struck: set[int]) -> bool:
         """Whether a fault waits between the last token and the finish."""
         return any(self._fits(armed, Point.BEFORE_FINISH, session_id, struck) for armed in self._armed)
+
+    @staticmethod
+    def _strike(armed: _Armed, struck: set[int] | None) -> Fault:
+        if armed.left is not None:
+            armed.left -= 1
+        if struck is not None:
+            struck.add(armed.serial)
+        return armed.fault
 
     @staticmethod
     def _fits(armed: _Armed, point: Point, session_id: str, struck: set[int] | None) -> bool:
@@ -217,8 +236,8 @@ def parse_fault(text: str) -> Fault:
         fault = replace(fault, after_tokens=_number(tokens, "tokens"))
     if fault.action is Action.REFUSE and argument:
         fault = replace(fault, refusal_code=_code(argument))
-    elif fault.action is Action.DELAY and argument:
-        fault = replace(fault, delay_ms=_number(argument, "delay in milliseconds"))
+    elif fault.action in _TIMED and argument:
+        fault = replace(fault, delay_ms=_number(argument, "time in milliseconds"))
     elif argument:
         raise FaultError(f"{action_name} takes no argument")
     for option in options:

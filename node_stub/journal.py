@@ -22,6 +22,7 @@ class Entry:
     prompt_tokens: int = 0
     cancel_seen_ms: int | None = None
     ended_ms: int | None = None
+    resumes: int = 0
     traceparent: str = ""
     """W3C trace context that the generation's call carried; not part of the control's answers."""
 

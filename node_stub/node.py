@@ -12,27 +12,34 @@ from dataclasses import dataclass, field, replace
 from node_stub.engine import Engine, Finish, Load, Pace
 from node_stub.faults import Fault, FaultError, Faults, ReportLies
 from node_stub.journal import Entry, Journal
+from node_stub.keeper import Keeper, RunKey
 from node_stub.rules import (
     Admission,
     Append,
     Assign,
     CancelOutcome,
+    Code,
     Fenced,
     Generate,
+    Holding,
     Limits,
     NodeRules,
     Owner,
     Refusal,
     Stopped,
 )
-from node_stub.runs import Run
+from node_stub.runs import DEFAULT_BUFFER_TOKENS, Run
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """Who the node is. An empty `fleet_id` serves any fleet."""
+    """Who the node is and what it announces. An empty `fleet_id` serves any fleet.
+
+    A run whose link is gone is kept for `keep_s`, and so is one whose end was just told; any run buffers at
+    most `buffer_tokens`.
+    """
 
     identity: str
     incarnation: str
@@ -40,6 +47,11 @@ class NodeSettings:
     labels: Mapping[str, str] = field(default_factory=dict)
     inline_bind: bool = True
     engine_options: bool = False
+    link: bool = True
+    resume: bool = True
+    reconcile: bool = True
+    keep_s: float = 10.0
+    buffer_tokens: int = DEFAULT_BUFFER_TOKENS
     limits: Limits = field(default_factory=Limits)
     gpu_memory_bytes: int = 24 * 1024**3
 
@@ -80,7 +92,8 @@ class Node:
         self.rules = NodeRules(engine.models, replace(settings.limits, kv_blocks_total=total))
         self._clock = clock
         self._started_s = clock()
-        self._runs: dict[tuple[str, int, str], Run] = {}
+        self._runs: dict[RunKey, Run] = {}
+        self._keeper = Keeper(settings.keep_s, settings.limits.max_runs, self._expire_run)
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_ms: int | None = None
         self._host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -96,6 +109,7 @@ class Node:
         finally:
             if self._expiry:
                 self._expiry.cancel()
+            self._keeper.close()
 
     # ------------------------------------------------------------------------------------------ commands
 
@@ -114,9 +128,29 @@ class Node:
         reply = self.rules.generate(command, self.now_ms())
         if isinstance(reply, Admission):
             return self._launch(reply)
-        entry = self._record("generate", command.session_id, command.epoch, reply)
-        entry.generation_id, entry.ended_ms = command.generation_id, entry.at_ms
-        return reply
+        return self._refused(command, reply)
+
+    def resume(self, command: Generate) -> Run | Refusal | None:
+        """Take up a run that can be resumed, at the command's first index; None = there is no such run.
+
+        Whoever sent it so far is told that it is taken over.
+        """
+        key = (command.session_id, command.epoch, command.generation_id)
+        run = self._runs.get(key) or self._keeper.get(key)
+        if run is None or not run.resumable:
+            return None
+        refusal = self.rules.resume(command, self.now_ms())
+        self._settle()
+        if refusal is None and not run.has_index(command.first_index):
+            refusal = Refusal(Code.REPLAYED, detail=f"index {command.first_index} is no longer kept")
+        if refusal:
+            return self._refused(command, refusal)
+        if run.on_taken:
+            run.on_taken()
+        self._keeper.release(run)
+        run.rewind(command.first_index)
+        run.entry.resumes += 1
+        return run
 
     def refuse_rest(self, command: Generate, refusal: Refusal) -> None:
         self.rules.refuse_rest(command, refusal)
@@ -167,6 +201,30 @@ class Node:
         if not run.refused:
             run.entry.outcome = Finish.CANCELLED.name
 
+    def leave(self, run: Run) -> None:
+        """Its link is gone, or its last message went out over it; a run that can be resumed is kept."""
+        if not run.resumable:
+            self.abandon(run)
+            return
+        if run.delivered:
+            run.forget_prompt()
+        run.detach()
+        self._keeper.keep(run)
+
+    def _expire_run(self, run: Run) -> None:
+        """Nobody came back to it."""
+        self.abandon(run)
+
+    def _overflow(self, run: Run) -> None:
+        """Nobody reads it, and it is not to be held back."""
+        refusal = Refusal(Code.BUSY, detail=f"more than {self.settings.buffer_tokens} tokens wait to be read")
+        # Not from within the engine's own step, which this run's tokens came out of.
+        asyncio.get_running_loop().call_soon(self._stop_overflowed, run, refusal)
+
+    def _stop_overflowed(self, run: Run, refusal: Refusal) -> None:
+        self.stop(run, refusal)
+        self._keeper.release(run)
+
     def _launch(self, admission: Admission) -> Run:
         now_ms = self.now_ms()
         entry = Entry("generate", admission.session_id, admission.epoch, now_ms, "running")
@@ -175,7 +233,15 @@ class Node:
         owner = self.rules.owner_of(admission.session_id)
         if owner is None:
             raise AssertionError("an admitted run has a session")
-        run = Run(admission, owner, self.journal.add(entry), self.now_ms, self._left)
+        run = Run(
+            admission,
+            owner,
+            self.journal.add(entry),
+            self.now_ms,
+            self._left,
+            self._overflow,
+            self.settings.buffer_tokens,
+        )
         self._runs[run.key] = run
         if admission.max_wall_ms:
             loop = asyncio.get_running_loop()
@@ -200,6 +266,19 @@ class Node:
         self.rules.ended(*run.key)
 
     # ------------------------------------------------------------------------------------------- reading
+
+    def held(self, fleet_id: str) -> list[tuple[Holding, list[str]]]:
+        """The sessions of a fleet, each with its generations that run or are kept."""
+        self.rules.expire(self.now_ms())
+        self._settle()
+        generations: dict[tuple[str, int], list[str]] = {}
+        for session_id, epoch, generation_id in {**self._runs, **{run.key: run for run in self._keeper}}:
+            generations.setdefault((session_id, epoch), []).append(generation_id)
+        return [
+            (holding, generations.get((holding.session_id, holding.epoch), []))
+            for holding in self.rules.holdings()
+            if holding.owner.fleet_id == fleet_id
+        ]
 
     def report(self, owner: Owner | None = None) -> Report:
         """The load now, as it is."""
@@ -247,6 +326,11 @@ class Node:
         self.engine.set_pace(Pace(slow_down))
 
     # -------------------------------------------------------------------------------------------- inside
+
+    def _refused(self, command: Generate, refusal: Refusal) -> Refusal:
+        entry = self._record("generate", command.session_id, command.epoch, refusal)
+        entry.generation_id, entry.ended_ms = command.generation_id, entry.at_ms
+        return refusal
 
     def _record(self, kind: str, session_id: str, epoch: int, refusal: Refusal | None) -> Entry:
         self._settle()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from node_stub.calls import Call
+from node_stub.calls import Call, Calls, LinkDropped
 from node_stub.faults import APPEND_ACTIONS, Action, Fault, Hazards, Point
 from node_stub.node import Node
 from node_stub.rules import Append, Code, Refusal
@@ -19,17 +19,13 @@ _FLUSH_S = 0.05
 Write = Callable[[Step, int], Awaitable[None]]
 
 
-class LinkDropped(Exception):
-    """The connection is to be dropped: abort the call."""
-
-
 class Striker:
     """Carries out faults."""
 
-    def __init__(self, node: Node, hazards: Hazards, break_connection: Callable[[str], None]) -> None:
+    def __init__(self, node: Node, hazards: Hazards, calls: Calls) -> None:
         self._node = node
         self._hazards = hazards
-        self._break_connection = break_connection
+        self._calls = calls
 
     async def on_command(self, point: Point, session_id: str, call: Call) -> Refusal | None:
         """Let what is due at this point of a command strike. Raises LinkDropped."""
@@ -60,7 +56,7 @@ class Striker:
             case Action.DELAY:
                 await _any_of(run.stopped(), asyncio.sleep(fault.delay_ms / 1000))
             case Action.STALL:
-                run.job.held = True
+                run.stall()
                 await run.stopped()
             case Action.REFUSE | Action.ENGINE_ERROR:
                 self._node.stop(run, refusal_of(fault))
@@ -74,7 +70,7 @@ class Striker:
                 await self.on_process(fault, call)
 
     async def on_process(self, fault: Fault, call: Call) -> None:
-        """Die, freeze or drop the link, once what was written before has left. Raises LinkDropped.
+        """Die, freeze, drop or cut the link, once what was written before has left. Raises LinkDropped.
 
         A call that ends meanwhile (its head has heard enough) changes nothing about that.
         """
@@ -92,46 +88,67 @@ class Striker:
             case Action.FREEZE:
                 self._hazards.freeze()
             case Action.DROP_LINK:
-                self._break_connection(call.peer)
+                self._calls.break_connection(call.peer)
+            case Action.CUT_LINK:
+                self._calls.cut(fault.delay_ms / 1000)
 
 
 class Sender:
-    """One run's way to its call."""
+    """What a run sends next, and where a fault comes in between."""
 
-    def __init__(self, node: Node, striker: Striker, run: Run, call: Call, write: Write) -> None:
+    def __init__(self, node: Node, run: Run) -> None:
         self._node = node
-        self._striker = striker
         self._run = run
-        self._call = call
-        self._write = write
 
-    async def send_all(self) -> None:
-        """Send until the finish or a refusal has gone out. Raises LinkDropped."""
+    def start_fault(self) -> Fault | None:
+        """The next fault that strikes before anything is sent."""
+        return self._due(Point.AFTER_GENERATE)
+
+    def take_epoch_lie(self) -> None:
+        """Let a wrong epoch strike now, wherever it is due: for a link, which names an epoch but once."""
+        run = self._run
+        if self._node.faults.take_anywhere(Action.WRONG_EPOCH, run.admission.session_id, run.struck):
+            run.epoch_lie = 1
+
+    def next(self) -> Step | Fault | None:
+        """A step to send (and then to be noted by the run), or a fault to let strike first.
+
+        None: nothing is to be sent until the run has news. Raises LinkDropped.
+        """
         run, faults = self._run, self._node.faults
         session_id = run.admission.session_id
-        await self._strike(Point.AFTER_GENERATE)
-        while True:
-            await self._strike(Point.AFTER_TOKENS)
-            await run.ready()
-            if run.all_tokens_sent:
-                await self._strike(Point.BEFORE_FINISH)
+        if fault := self._due(Point.AFTER_TOKENS):
+            return fault
+        while run.has_news and not run.delivered:
+            if run.all_tokens_sent and (fault := self._due(Point.BEFORE_FINISH)):
+                return fault
             if run.dropped:
                 raise LinkDropped
             self._node.may_send(run)
             limit = faults.next_boundary(session_id, run.sent, run.struck)
             with_finish = run.all_tokens_sent or not faults.expects_finish(session_id, run.struck)
-            step = run.take(limit, with_finish=with_finish)
-            if step is None:
-                continue
-            await self._write(step, run.admission.epoch + run.epoch_lie)
-            run.note_sent(step)
-            if step.finish or step.refusal:
-                return
+            if step := run.take(limit, with_finish=with_finish):
+                return step
+        return None
 
-    async def _strike(self, point: Point) -> None:
-        run, session_id = self._run, self._run.admission.session_id
-        while fault := self._node.faults.take(point, session_id, sent=run.sent, struck=run.struck):
-            await self._striker.on_run(fault, run, self._call, self._write)
+    def _due(self, point: Point) -> Fault | None:
+        run = self._run
+        return self._node.faults.take(point, run.admission.session_id, sent=run.sent, struck=run.struck)
+
+
+async def send_all(sender: Sender, run: Run, striker: Striker, call: Call, write: Write) -> None:
+    """Send a run over a call of its own, until the finish or a refusal has gone out. Raises LinkDropped."""
+    while fault := sender.start_fault():
+        await striker.on_run(fault, run, call, write)
+    while not run.delivered:
+        match sender.next():
+            case None:
+                await run.ready()
+            case Fault() as fault:
+                await striker.on_run(fault, run, call, write)
+            case Step() as step:
+                await write(step, run.admission.epoch + run.epoch_lie)
+                run.note_sent(step)
 
 
 def refusal_of(fault: Fault) -> Refusal:

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Never, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.stub.v1 import stub_service_pb2_grpc as stub_grpc
+from fleet.v1 import link_pb2 as link_pb
+from fleet.v1 import link_service_pb2 as link_service_pb
+from fleet.v1 import link_service_pb2_grpc as link_grpc
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import node_service_pb2_grpc as pb_grpc
-from node_stub import convert, rules
-from node_stub.calls import Call, Calls
-from node_stub.faults import FaultError, Hazards, Point
+from node_stub import convert
+from node_stub.calls import Call, Calls, LinkDropped
+from node_stub.commands import MAX_MESSAGE_BYTES, Commands, HelloRefusal, hello_of, period_s
+from node_stub.faults import FaultError, Hazards
+from node_stub.join import Joiner, JoinSettings
+from node_stub.link import LinkLimits, LinkProtocolError, LinkSession
 from node_stub.node import Node
 from node_stub.rules import Refusal
-from node_stub.runs import Run, Step
-from node_stub.sender import LinkDropped, Sender, Striker
+from node_stub.runs import Step
+from node_stub.sender import Sender, Striker, send_all
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-DEFAULT_PERIOD_MS = 2_000
-_SHORTEST_PERIOD_MS = 20
 _ERROR_DOMAIN = "fleet.v1"
 
 NODE_SERVICE = "fleet.v1.NodeService"
+LINK_SERVICE = "fleet.v1.LinkService"
 STUB_SERVICE = "fleet.stub.v1.StubService"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -64,139 +70,110 @@ def server_options(idle_timeout_s: float) -> Sequence[tuple[str, int]]:
 class NodeServicer(pb_grpc.NodeServiceServicer):
     """fleet.v1.NodeService."""
 
-    def __init__(self, node: Node, calls: Calls, hazards: Hazards) -> None:
-        self._node = node
+    def __init__(self, commands: Commands, calls: Calls) -> None:
+        self._node = commands.node
+        self._commands = commands
         self._calls = calls
-        self._striker = Striker(node, hazards, calls.break_connection)
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
-        node, settings = self._node, self._node.settings
-        if not request.min_version <= PROTOCOL_VERSION <= request.max_version:
-            await _refuse_handshake(
-                context,
-                "VERSION_UNSUPPORTED",
-                f"this node speaks protocol version {PROTOCOL_VERSION}, the head {request.min_version} to "
-                f"{request.max_version}; use releases that overlap",
-                {"nodeVersion": str(PROTOCOL_VERSION)},
-            )
-        if settings.fleet_id and request.fleet_id != settings.fleet_id:
-            await _refuse_handshake(
-                context,
-                "FLEET_MISMATCH",
-                f"this node belongs to fleet {settings.fleet_id!r}, the head to {request.fleet_id!r}; start "
-                "the node with the head's --fleet-id",
-                {"nodeFleetId": settings.fleet_id, "headFleetId": request.fleet_id},
-            )
-        log.info("handshake with head %s, term %d (%s)", request.head_id, request.term, context.peer())
-        return pb.HandshakeResponse(
-            version=PROTOCOL_VERSION,
-            identity=settings.identity,
-            incarnation=settings.incarnation,
-            labels=settings.labels,
-            report=convert.report_to(node.report_told()),
-            models=[convert.model_to(model) for model in node.rules.models()],
-            features=convert.features_of(settings),
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            highest_epoch=node.rules.highest_epoch(request.fleet_id),
-        )
+        async with open_call(self._calls, context):
+            answer = hello_of(self._node, request)
+            if isinstance(answer, HelloRefusal):
+                code = grpc.StatusCode.FAILED_PRECONDITION
+                await _abort(context, code, answer.message, answer.reason, answer.metadata)
+            log.info("handshake with head %s, term %d (%s)", request.head_id, request.term, context.peer())
+            return answer
 
     async def Assign(self, request: pb.AssignRequest, context: Context) -> pb.AssignResponse:
-        with self._calls.open(context) as call:
-            refusal = await self._step(convert.assign_from(request), call, context)
-            return pb.AssignResponse(refusal=convert.refusal_to(refusal))
+        async with open_call(self._calls, context) as call:
+            return await self._commands.assign(request, call)
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
-        with self._calls.open(context) as call:
-            command = convert.append_from(request)
-            refusal = await self._step(command, call, context)
-            if refusal:
-                return pb.AppendResponse(refusal=convert.refusal_to(refusal))
-            return pb.AppendResponse(context_length=command.base_length + len(command.token_ids))
+        async with open_call(self._calls, context) as call:
+            return await self._commands.append(request, call)
 
     async def Generate(self, request: pb.NodeServiceGenerateRequest, context: Context) -> None:  # type: ignore[override] # writes
-        with self._calls.open(context) as call:
-            command = convert.generate_from(request, inline=self._node.settings.inline_bind)
-            run = await self._start(command, call, context)
+        async with open_call(self._calls, context) as call:
+            run = await self._commands.start(request, call)
             if isinstance(run, Refusal):
-                await context.write(convert.step_to(Step(command.first_index, refusal=run), command.epoch))
+                await context.write(convert.step_to(Step(request.first_index, refusal=run), request.epoch))
                 return
             run.entry.traceparent = _traceparent(context)
+
+            async def write(step: Step, epoch: int) -> None:
+                await context.write(convert.step_to(step, epoch))
+
+            call.on_broken = run.drop
             try:
-                await self._send(run, call, context)
+                await send_all(Sender(self._node, run), run, self._commands.striker, call, write)
             finally:
                 self._node.abandon(run)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
-        outcome = self._node.cancel(request.session_id, request.epoch, request.generation_id)
-        refusal = convert.refusal_to(outcome.refusal)
-        return pb.CancelResponse(refusal=refusal, was_running=outcome.was_running)
+        async with open_call(self._calls, context):
+            return self._commands.cancel(request)
 
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
-        refusal = self._node.revoke(request.session_id, request.epoch)
-        return pb.RevokeResponse(refusal=convert.refusal_to(refusal))
+        async with open_call(self._calls, context):
+            return self._commands.revoke(request)
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
-        renewed, live = self._node.renew_lease(convert.owner_from(request), request.lease_ms)
-        return pb.RenewLeaseResponse(renewed=renewed, live_sessions=live)
+        async with open_call(self._calls, context):
+            return self._commands.renew_lease(request)
+
+    async def Reconcile(self, request: pb.ReconcileRequest, context: Context) -> pb.ReconcileResponse:
+        if not self._node.settings.reconcile:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this node does not announce RECONCILE")
+        async with open_call(self._calls, context):
+            return self._commands.reconcile(request)
 
     async def WatchStatus(self, request: pb.WatchStatusRequest, context: Context) -> None:  # type: ignore[override] # writes
         owner = convert.owner_from(request)
-        period_s = max(request.period_ms or DEFAULT_PERIOD_MS, _SHORTEST_PERIOD_MS) / 1000
         models = [convert.model_to(model) for model in self._node.rules.models()]
-        with self._calls.open(context) as call:
+        async with open_call(self._calls, context) as call:
             over = False
             while not over:
                 if not self._node.faults.lies.silent:
                     report = convert.report_to(self._node.report_told(owner))
                     await context.write(pb.WatchStatusResponse(report=report, models=models))
                     models = []
-                over = await call.over(period_s)
-            if call.broken:
-                await _drop(context)
+                over = await call.over(period_s(request.period_ms))
+            call.check()
 
-    # -------------------------------------------------------------------------------------------- inside
 
-    async def _step(
-        self, command: rules.Assign | rules.Append, call: Call, context: Context
-    ) -> Refusal | None:
-        """Execute an Assign or Append with the faults around it."""
-        try:
-            if isinstance(command, rules.Assign):
-                before = await self._striker.on_command(Point.BEFORE_ASSIGN, command.session_id, call)
-                if before:
-                    return before
-                refusal = self._node.assign(command)
-                after = await self._striker.on_command(Point.AFTER_ASSIGN, command.session_id, call)
-            else:
-                refusal = self._striker.append(command)
-                after = await self._striker.on_command(Point.AFTER_APPEND, command.session_id, call)
-        except LinkDropped:
-            await _drop(context)
-        if call.broken:
-            await _drop(context)
-        return refusal or after
+class LinkServicer(link_grpc.LinkServiceServicer):
+    """fleet.v1.LinkService."""
 
-    async def _start(self, command: rules.Generate, call: Call, context: Context) -> Run | Refusal:
-        steps = self._node.rules.steps(command)
-        if isinstance(steps, Refusal):
-            return steps
-        *parts, alone = steps
-        for part in parts:
-            refusal = await self._step(part, call, context)
-            if refusal:
-                self._node.refuse_rest(command, refusal)
-                return refusal
-        return self._node.start(alone)
+    def __init__(self, commands: Commands, calls: Calls, limits: LinkLimits) -> None:
+        self._commands = commands
+        self._calls = calls
+        self._limits = limits
 
-    async def _send(self, run: Run, call: Call, context: Context) -> None:
-        async def write(step: Step, epoch: int) -> None:
-            await context.write(convert.step_to(step, epoch))
+    async def Link(self, requests: AsyncIterator[link_service_pb.LinkRequest], context: Context) -> None:  # type: ignore[override] # writes
+        async def frames() -> AsyncIterator[link_pb.HeadFrame]:
+            async for request in requests:
+                yield request.frame
 
-        call.on_broken = run.drop
-        try:
-            await Sender(self._node, self._striker, run, call, write).send_all()
-        except LinkDropped:
-            await _drop(context)
+        async def write(frame: link_pb.NodeFrame) -> None:
+            await context.write(link_service_pb.LinkResponse(frame=frame))
+
+        async with open_call(self._calls, context) as call:
+            try:
+                await LinkSession(self._commands, call, write, self._limits).serve(frames())
+            except LinkProtocolError as error:
+                log.warning("link with %s closed: %s", context.peer(), error)
+                code, text = grpc.StatusCode.INVALID_ARGUMENT, f"the link is closed: {error}"
+                await _abort(context, code, text, "LINK_PROTOCOL_VIOLATED")
+
+
+@asynccontextmanager
+async def open_call(calls: Calls, context: Context) -> AsyncIterator[Call]:
+    """A call that can be broken; a broken one is aborted."""
+    try:
+        with calls.open(context.peer()) as call:
+            yield call
+    except LinkDropped:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "link dropped")
 
 
 class StubServicer(stub_grpc.StubServiceServicer):
@@ -248,16 +225,31 @@ class StubServicer(stub_grpc.StubServiceServicer):
 class NodeServer:
     """A Node on an address."""
 
-    def __init__(self, node: Node, hazards: Hazards, idle_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, node: Node, hazards: Hazards, idle_timeout_s: float = 120.0, limits: LinkLimits | None = None
+    ) -> None:
+        self._limits = limits or LinkLimits()
         self._calls = Calls()
+        self._commands = Commands(node, Striker(node, hazards, self._calls))
+        self._joiners: list[Joiner] = []
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=server_options(idle_timeout_s))
-        servicer = NodeServicer(node, self._calls, hazards)
-        pb_grpc.add_NodeServiceServicer_to_server(servicer, self._server)
+        self._services = [NODE_SERVICE, STUB_SERVICE]
+        pb_grpc.add_NodeServiceServicer_to_server(NodeServicer(self._commands, self._calls), self._server)
+        if node.settings.link:
+            self._services.append(LINK_SERVICE)
+            servicer = LinkServicer(self._commands, self._calls, self._limits)
+            link_grpc.add_LinkServiceServicer_to_server(servicer, self._server)
         stub_grpc.add_StubServiceServicer_to_server(StubServicer(node), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (NODE_SERVICE, STUB_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+
+    def joiner(self, settings: JoinSettings, rng: random.Random, say: Callable[[str], None]) -> Joiner:
+        """What keeps the node joined to a head; it dials no more once the server is stopped."""
+        joiner = Joiner(self._commands, self._calls, settings, rng, say, self._limits)
+        self._joiners.append(joiner)
+        return joiner
 
     async def start(self, address: str) -> int:
         """Listen and serve; the port. Raises BindError."""
@@ -266,15 +258,17 @@ class NodeServer:
         except RuntimeError as error:
             raise BindError(f"cannot listen on {address}: {error}") from error
         await self._server.start()
-        for service in ("", NODE_SERVICE, STUB_SERVICE):
+        for service in ("", *self._services):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Say NOT_SERVING, end the watches, give calls `grace_s` to end, then cancel them."""
+        """Say NOT_SERVING, end watches and links, give generations `grace_s` to end, then cancel them."""
         await self._health.enter_graceful_shutdown()
+        for joiner in self._joiners:
+            joiner.stop()
         self._calls.end_all()
-        await self._server.stop(grace_s)
+        await asyncio.gather(self._server.stop(grace_s), *(joiner.over(grace_s) for joiner in self._joiners))
 
 
 def _traceparent(context: Context) -> str:
@@ -282,15 +276,16 @@ def _traceparent(context: Context) -> str:
     return str(values[0]) if values else ""
 
 
-async def _drop(context: Context) -> Never:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "link dropped")
-    raise AssertionError("abort does not return")
-
-
-async def _refuse_handshake(context: Context, reason: str, text: str, metadata: dict[str, str]) -> Never:
-    info = error_details_pb2.ErrorInfo(reason=reason, domain=_ERROR_DOMAIN, metadata=metadata)
+async def _abort(
+    context: Context,
+    code: grpc.StatusCode,
+    text: str,
+    reason: str,
+    metadata: Mapping[str, str] | None = None,
+) -> Never:
+    """End a call with a status that says why, in words and as google.rpc.ErrorInfo."""
     detail = any_pb2.Any()
-    detail.Pack(info)
-    status = status_pb2.Status(code=code_pb2.FAILED_PRECONDITION, message=text, details=[detail])
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=_ERROR_DOMAIN, metadata=metadata))
+    status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
     await context.abort_with_status(rpc_status.to_status(status))
     raise AssertionError("abort does not return")

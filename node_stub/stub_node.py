@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,13 @@ from typing import Self
 
 from node_stub.engine import Engine
 from node_stub.faults import Action, Fault, FaultError, Faults, ReportLies
+from node_stub.join import JoinSettings
 from node_stub.journal import Entry
+from node_stub.link import LinkLimits
 from node_stub.node import Node, NodeSettings
 from node_stub.reference import StubModel, effective_seed, reference_tokens
 from node_stub.rules import Limits
+from node_stub.runs import DEFAULT_BUFFER_TOKENS
 from node_stub.server import NodeServer
 from node_stub.stub_engine import EngineSettings, StubEngine
 
@@ -33,8 +37,16 @@ class StubSettings:
     fleet_id: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     inline_bind: bool = True
+    link: bool = True
+    resume: bool = True
+    reconcile: bool = True
+    keep_s: float = 10.0
+    buffer_tokens: int = DEFAULT_BUFFER_TOKENS
+    link_limits: LinkLimits = field(default_factory=LinkLimits)
     limits: Limits = field(default_factory=Limits)
     address: str = "127.0.0.1:0"
+    join: JoinSettings | None = None
+    """Dial this head; None = heads dial `address`."""
     idle_timeout_s: float = 120.0
     faults: Sequence[Fault] = ()
 
@@ -60,6 +72,9 @@ class StubNode:
         self._node: Node | None = None
         self._server: NodeServer | None = None
         self._work: asyncio.Task[None] | None = None
+        self._join: asyncio.Task[None] | None = None
+        self.told: list[str] = []
+        """What it told people about its joining."""
 
     @property
     def address(self) -> str:
@@ -102,25 +117,40 @@ class StubNode:
             fleet_id=settings.fleet_id,
             labels=settings.labels,
             inline_bind=settings.inline_bind,
+            link=settings.link,
+            resume=settings.resume,
+            reconcile=settings.reconcile,
+            keep_s=settings.keep_s,
+            buffer_tokens=settings.buffer_tokens,
             limits=settings.limits,
         )
         self._node = Node(about, engine, Faults(settings.faults), self._clock)
-        server = NodeServer(self._node, _InProcessHazards(self), settings.idle_timeout_s)
+        server = NodeServer(
+            self._node, _InProcessHazards(self), settings.idle_timeout_s, settings.link_limits
+        )
         address = self.settings.address if self._port is None else self.address
         self._port = await server.start(address)
         self._server = server
         self._work = asyncio.create_task(self._node.run(), name=f"node {settings.identity}")
+        if settings.join:
+            joiner = server.joiner(settings.join, random.Random(), self.told.append)
+            self._join = asyncio.create_task(joiner.run(), name=f"join {settings.identity}")
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stop serving; calls have `grace_s` to end. Raises what made the engine fail. May be repeated."""
-        server, work = self._server, self._work
-        self._server = self._work = None
+        """Stop serving; calls have `grace_s` to end. May be repeated.
+
+        Raises what made the engine fail, and JoinRefusedError of a node that joins.
+        """
+        server, tasks = self._server, [task for task in (self._join, self._work) if task]
+        self._server = self._work = self._join = None
         if server:
             await server.stop(grace_s)
-        if work:
-            work.cancel()
-            await asyncio.wait([work])
-            if not work.cancelled() and (error := work.exception()):
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()):
                 raise error
 
     async def __aenter__(self) -> Self:

@@ -20,6 +20,9 @@ _STATES: Mapping[NodeState, admin.NodeState] = {
 _FEATURES: Mapping[Feature, admin.NodeFeature] = {
     Feature.INLINE_BIND: admin.NODE_FEATURE_INLINE_BIND,
     Feature.ENGINE_OPTIONS: admin.NODE_FEATURE_ENGINE_OPTIONS,
+    Feature.LINK: admin.NODE_FEATURE_LINK,
+    Feature.RESUME: admin.NODE_FEATURE_RESUME,
+    Feature.RECONCILE: admin.NODE_FEATURE_RECONCILE,
 }
 
 

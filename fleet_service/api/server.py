@@ -1,11 +1,10 @@
-"""The head's two listeners: callers' and operators', each a grpc.aio server with health and reflection."""
+"""The head's listeners, each a grpc.aio server with health and reflection: callers', operators', nodes'."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import structlog
@@ -19,6 +18,7 @@ from fleet_service.api.facade import CallersHead, OperatorsHead
 from fleet_service.api.fleet_servicer import FleetServicer
 from fleet_service.api.health import HealthServicer
 from fleet_service.api.interceptors import EdgeInterceptor, RpcObserver
+from fleet_service.api.join_servicer import JOIN_SERVICE, Door, JoinServicer
 from fleet_service.api.validate import Limits
 
 FLEET_SERVICE: str = fleet_service_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
@@ -28,6 +28,16 @@ _HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_nam
 _CORE_LIMIT_FACTOR = 2
 """The library refuses what is over this many times our own limit, without a reason; what lies between gets
 REQUEST_TOO_LARGE."""
+
+
+# A silent node is noticed here as on a link that the head dials.
+_JOIN_OPTIONS = {
+    "grpc.keepalive_time_ms": 15_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+    "grpc.http2.ping_timeout_ms": 5_000,
+}
+_MAX_JOIN_CALLS = 16_384
+"""A fuse far above what a head can serve; the limits that speak are those of the door."""
 
 
 class ListenError(Exception):
@@ -96,6 +106,21 @@ def operators_listener(head: OperatorsHead, parts: EdgeParts, address: str) -> L
     return listener
 
 
+def join_listener(door: Door, parts: EdgeParts, address: str) -> Listener:
+    """JoinService on `address` (host:port; port 0 = any). SERVING at once.
+
+    `parts.max_request_bytes` bounds a node's frames. A call lasts as long as its link, so links are closed
+    before the listener is stopped. Raises ListenError.
+    """
+    options = _options(parts.max_request_bytes) | _JOIN_OPTIONS
+    server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=_MAX_JOIN_CALLS)
+    servicer = JoinServicer(door, parts.max_request_bytes, parts.log)
+    server.add_generic_rpc_handlers((servicer.handler(),))
+    listener = _listen(server, JOIN_SERVICE, address, parts)
+    listener.set_serving(True)
+    return listener
+
+
 def _server(service: str, parts: EdgeParts) -> grpc.aio.Server:
     interceptor = EdgeInterceptor(
         services=frozenset({service}),
@@ -105,23 +130,25 @@ def _server(service: str, parts: EdgeParts) -> grpc.aio.Server:
         new_request_id=parts.new_request_id,
         max_request_bytes=parts.max_request_bytes,
     )
-    return grpc.aio.server(interceptors=[interceptor], options=_options(parts.max_request_bytes))
+    return grpc.aio.server(
+        interceptors=[interceptor], options=list(_options(parts.max_request_bytes).items())
+    )
 
 
-def _options(max_request_bytes: int) -> list[tuple[str, Any]]:
-    return [
+def _options(max_request_bytes: int) -> dict[str, int]:
+    return {
         # Off: with it two heads would share a port without a word, each answering half of the calls.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", _CORE_LIMIT_FACTOR * max_request_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        "grpc.so_reuseport": 0,
+        "grpc.max_receive_message_length": _CORE_LIMIT_FACTOR * max_request_bytes,
+        "grpc.max_send_message_length": -1,
+        "grpc.keepalive_time_ms": 30_000,
+        "grpc.keepalive_timeout_ms": 10_000,
         # Without this a frozen peer is noticed only after a minute, whatever keepalive says.
-        ("grpc.http2.ping_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    ]
+        "grpc.http2.ping_timeout_ms": 10_000,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,
+        "grpc.http2.min_recv_ping_interval_without_data_ms": 10_000,
+    }
 
 
 def _listen(server: grpc.aio.Server, service: str, address: str, parts: EdgeParts) -> Listener:

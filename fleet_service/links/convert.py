@@ -9,6 +9,7 @@ from fleet_service.domain.commands import (
     Append,
     Assign,
     CancelRun,
+    HeldSession,
     Introduction,
     Phase,
     Refusal,
@@ -62,6 +63,9 @@ RUN_FINISHES = {
 FEATURES = {
     admin_service_pb2.NODE_FEATURE_INLINE_BIND: Feature.INLINE_BIND,
     admin_service_pb2.NODE_FEATURE_ENGINE_OPTIONS: Feature.ENGINE_OPTIONS,
+    admin_service_pb2.NODE_FEATURE_LINK: Feature.LINK,
+    admin_service_pb2.NODE_FEATURE_RESUME: Feature.RESUME,
+    admin_service_pb2.NODE_FEATURE_RECONCILE: Feature.RECONCILE,
 }
 
 
@@ -83,6 +87,13 @@ def handshake_request(introduction: Introduction) -> node_service_pb2.HandshakeR
     )
 
 
+def link_hello(introduction: Introduction, report_period_s: float) -> node_service_pb2.HandshakeRequest:
+    """The head's hello on a multiplexed link: the handshake, and how often to report there."""
+    request = handshake_request(introduction)
+    request.report_period_ms = milliseconds(report_period_s)
+    return request
+
+
 def watch_request(introduction: Introduction, period_s: float) -> node_service_pb2.WatchStatusRequest:
     return node_service_pb2.WatchStatusRequest(
         period_ms=milliseconds(period_s),
@@ -99,6 +110,10 @@ def renew_request(introduction: Introduction, lease_s: float) -> node_service_pb
         term=introduction.term,
         lease_ms=milliseconds(lease_s),
     )
+
+
+def reconcile_request(introduction: Introduction) -> node_service_pb2.ReconcileRequest:
+    return node_service_pb2.ReconcileRequest(fleet_id=introduction.fleet_id, head_id=introduction.head_id)
 
 
 def sampling_params(sampling: Sampling) -> types_pb2.SamplingParams:
@@ -164,6 +179,14 @@ def cancel_request(command: CancelRun) -> node_service_pb2.CancelRequest:
     )
 
 
+def ping_request() -> node_service_pb2.CancelRequest:
+    """What a node is asked to see that it lives: to cancel a run that cannot be, as no epoch is 0.
+
+    Every node must answer a Cancel, and this one costs it a look-up and changes nothing.
+    """
+    return node_service_pb2.CancelRequest(session_id="ping", epoch=0, generation_id="ping")
+
+
 def revoke_request(command: Revoke) -> node_service_pb2.RevokeRequest:
     return node_service_pb2.RevokeRequest(session_id=command.session_id, epoch=command.epoch)
 
@@ -181,6 +204,20 @@ def refusal(message: node_service_pb2.Refusal) -> Refusal:
         retry_after_s=message.retry_after_ms / 1000,
         detail=message.detail,
     )
+
+
+def held_sessions(message: node_service_pb2.ReconcileResponse) -> list[HeldSession]:
+    return [
+        HeldSession(
+            session_id=held.session_id,
+            epoch=held.epoch,
+            head_id=held.head_id,
+            context_length=held.context_length,
+            fenced=held.fenced,
+            generation_ids=tuple(held.generation_ids),
+        )
+        for held in message.sessions
+    ]
 
 
 def report(message: types_pb2.CapacityReport) -> Report:

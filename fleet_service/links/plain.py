@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc
 import structlog
 
 from fleet.v1 import node_service_pb2, node_service_pb2_grpc
-from fleet_service.domain.commands import Append, Assign, CancelRun, Introduction, Refusal, Revoke, Run
+from fleet_service.domain.commands import (
+    Append,
+    Assign,
+    CancelRun,
+    HeldSession,
+    Introduction,
+    Refusal,
+    Revoke,
+    Run,
+)
 from fleet_service.domain.node_types import NodeHello
 from fleet_service.links import convert
+from fleet_service.links.frames import check_answer
 from fleet_service.links.plain_run import PlainRun
+from fleet_service.links.settings import LinkSettings
 from fleet_service.links.status import handshake_error, link_error
 from fleet_service.runtime.protocols import (
     HandshakeRefusedError,
@@ -27,10 +38,6 @@ from fleet_service.runtime.protocols import (
 
 _log = structlog.get_logger(__name__)
 
-# How far a node may run ahead of the head in one stream.
-_LOOKAHEAD_BYTES = 32 * 1024
-_RECONNECT_BACKOFF_MS = 100
-
 
 _Answer = (
     node_service_pb2.AssignResponse
@@ -40,44 +47,6 @@ _Answer = (
 )
 _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """How links are made and watched. `handshake_timeout_s` counts from the dial on, connecting included."""
-
-    connect_timeout_s: float = 5.0
-    handshake_timeout_s: float = 10.0
-    report_period_s: float = 2.0
-    command_timeout_s: float = 5.0
-    keepalive_time_s: float = 15.0
-    keepalive_timeout_s: float = 5.0
-    ping_timeout_s: float = 5.0
-    max_message_bytes: int = convert.DEFAULT_MESSAGE_BYTES
-
-    def channel_options(self) -> list[tuple[str, int]]:
-        """Arguments of a channel to a node."""
-        ms = convert.milliseconds
-        return [
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_retries", 0),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.service_config_disable_resolution", 1),
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
-            ("grpc.keepalive_time_ms", ms(self.keepalive_time_s)),
-            ("grpc.keepalive_timeout_ms", ms(self.keepalive_timeout_s)),
-            ("grpc.http2.ping_timeout_ms", ms(self.ping_timeout_s)),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
-            # gRPC gives each attempt to connect this long, so here it is the connect timeout.
-            ("grpc.min_reconnect_backoff_ms", ms(self.connect_timeout_s)),
-            ("grpc.dns_ares_query_timeout", ms(self.connect_timeout_s)),
-            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_BACKOFF_MS),
-            ("grpc.max_reconnect_backoff_ms", _RECONNECT_BACKOFF_MS),
-            ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.max_send_message_length", self.max_message_bytes),
-        ]
 
 
 class PlainDialer:
@@ -91,13 +60,17 @@ class PlainDialer:
 
         Refused connections fail at once, silent ones within `connect_timeout_s`.
         """
+        channel, hello = await self.dial(address, introduction)
+        return PlainLink(channel, address, introduction, hello, listener, self._settings)
+
+    async def dial(self, address: str, introduction: Introduction) -> tuple[grpc.aio.Channel, NodeHello]:
+        """A channel to the node, which has shaken hands. Raises as `connect`."""
         channel = self._channel(address)
         try:
-            hello = await self._handshake(channel, address, introduction)
+            return channel, await self._handshake(channel, address, introduction)
         except BaseException:
             await channel.close()
             raise
-        return PlainLink(channel, address, introduction, hello, listener, self._settings)
 
     async def probe(self, address: str, introduction: Introduction) -> NodeHello:
         """Dial and shake hands only, on a connection of its own. Raises as `connect`."""
@@ -124,20 +97,8 @@ class PlainDialer:
             raise HandshakeRefusedError(
                 f"{address} answered the handshake with what is no HandshakeResponse: is it a fleet node?"
             )
-        _check_answer(answer, address)
+        check_answer(answer, address)
         return convert.hello(answer)
-
-
-def _check_answer(answer: node_service_pb2.HandshakeResponse, address: str) -> None:
-    if answer.version != convert.PROTOCOL_VERSION:
-        raise HandshakeRefusedError(
-            f"{address} speaks protocol version {answer.version}, the head {convert.PROTOCOL_VERSION}:"
-            " upgrade the older of the two"
-        )
-    if not answer.identity or not answer.incarnation:
-        raise HandshakeRefusedError(
-            f"{address} gave no identity or incarnation: a node must name itself and each run of its process"
-        )
 
 
 class PlainLink:
@@ -175,6 +136,11 @@ class PlainLink:
         """What the node said at the handshake."""
         return self._hello
 
+    @property
+    def resumes(self) -> bool:
+        """False: here the loss of the link is a cancel."""
+        return False
+
     async def assign(self, command: Assign) -> Refusal | None:
         request = convert.assign_request(command, self._introduction)
         answer = await self._call(self._stub.Assign, request, "Assign")
@@ -196,6 +162,15 @@ class PlainLink:
         request = convert.renew_request(self._introduction, lease_s)
         answer = await self._call(self._stub.RenewLease, request, "RenewLease")
         return answer.renewed
+
+    async def reconcile(self) -> list[HeldSession]:
+        request = convert.reconcile_request(self._introduction)
+        return convert.held_sessions(await self._call(self._stub.Reconcile, request, "Reconcile"))
+
+    async def ping(self) -> None:
+        """Any answer will do, a refusal or an error of the node's own too."""
+        with suppress(NodeFaultError):
+            await self._call(self._stub.Cancel, convert.ping_request(), "Cancel")
 
     def run(self, command: Run, sink: RunSink) -> PlainRun:
         """Start a generation. Raises ValueError when a number of the command does not fit its wire type."""

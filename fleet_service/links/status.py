@@ -27,6 +27,7 @@ _ERRORS: dict[grpc.StatusCode, type[LinkError]] = {
 
 _REASON_ADVICE = {
     "VERSION_UNSUPPORTED": "upgrade the older of the two, head or node",
+    "FLEET_TOKEN_REFUSED": "give both the same fleet token",
     "FLEET_MISMATCH": "give both the same fleet id, or take the node out of this head's list",
 }
 
@@ -41,6 +42,11 @@ _CODE_ADVICE = {
 # gRPC reports a peer of another protocol as UNAVAILABLE; only its text tells it from a dead one.
 _NOT_HTTP2 = "parsing HTTP/2"
 _CLOSED_AT_ONCE = "Socket closed"
+
+
+def refusal_advice(reason: str) -> str:
+    """What to do about a node that refused the head for `reason` (errors.proto, without the prefix)."""
+    return _REASON_ADVICE.get(reason, "see the node's log")
 
 
 def link_error(error: grpc.aio.AioRpcError, what: str) -> LinkError:

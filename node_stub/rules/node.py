@@ -189,6 +189,14 @@ class NodeRules:
             case Generate():
                 return self._admit(step, now_ms)
 
+    def resume(self, command: Generate, now_ms: int) -> Refusal | None:
+        """Judge a Generate that takes up a run that is there already: it starts nothing."""
+        self.expire(now_ms)
+        record = self._records.get(command.session_id)
+        if record is None:
+            return Refusal(Code.UNKNOWN_SESSION)
+        return record.take_up(command)
+
     def refuse_rest(self, command: Generate, refusal: Refusal) -> None:
         """A part of `command` was refused: the same Generate again is to get the same answer."""
         record = self._records.get(command.session_id)

@@ -50,15 +50,18 @@ class Record:
 
     def judge(self, command: Command) -> Refusal | None:
         """Refuse what this record cannot take: wrong epoch, fenced, or an id lower than the last one."""
-        if command.epoch != self.epoch:
-            return Refusal(Code.STALE_EPOCH, current_epoch=self.epoch)
-        if self.fenced:
-            return Refusal(Code.FENCED, detail="the lease ran out")
-        if command.command_id < self._last_id:
-            return Refusal(Code.REPLAYED, detail=f"command {command.command_id} comes after {self._last_id}")
+        if refusal := self._out_of_order(command):
+            return refusal
         if command.command_id == self._last_id and self._last_fingerprint != _digest(command):
             return Refusal(Code.REPLAYED, detail=f"command {self._last_id} was another one")
         return None
+
+    def take_up(self, command: Generate) -> Refusal | None:
+        """Judge and remember a Generate for a run that is there already: under a new id or the last one."""
+        refusal = self._out_of_order(command)
+        if refusal is None:
+            self.remember(command, None)
+        return refusal
 
     def repeats(self, command: Command) -> bool:
         """Whether this is the last command again (`judge` let it pass)."""
@@ -84,6 +87,15 @@ class Record:
         if len(self._known) > capacity:
             # Its command id is far below the last one: sent again it is REPLAYED all the same.
             del self._known[next(iter(self._known))]
+
+    def _out_of_order(self, command: Command) -> Refusal | None:
+        if command.epoch != self.epoch:
+            return Refusal(Code.STALE_EPOCH, current_epoch=self.epoch)
+        if self.fenced:
+            return Refusal(Code.FENCED, detail="the lease ran out")
+        if command.command_id < self._last_id:
+            return Refusal(Code.REPLAYED, detail=f"command {command.command_id} comes after {self._last_id}")
+        return None
 
     def fence(self, forgotten_ms: int) -> None:
         self.fenced = True

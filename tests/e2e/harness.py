@@ -31,7 +31,8 @@ from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
 from fleet_service.api.server import EdgeParts, Listener, callers_listener, operators_listener
 from fleet_service.domain.errors import FleetError
 from fleet_service.domain.node_types import NodeState
-from fleet_service.links.plain import LinkSettings, PlainDialer
+from fleet_service.links.plain import PlainDialer
+from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver
 from fleet_service.runtime.protocols import Dialer

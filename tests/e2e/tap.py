@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from fleet_service.domain.commands import Append, Assign, CancelRun, Introduction, Refusal, Revoke, Run
+from fleet_service.domain.commands import (
+    Append,
+    Assign,
+    CancelRun,
+    HeldSession,
+    Introduction,
+    Refusal,
+    Revoke,
+    Run,
+)
 from fleet_service.domain.node_types import NodeHello
 from fleet_service.runtime.protocols import Dialer, LinkListener, NodeLink, RunHandle, RunSink
 
@@ -59,6 +68,10 @@ class _TappedLink:
     def hello(self) -> NodeHello:
         return self._link.hello
 
+    @property
+    def resumes(self) -> bool:
+        return self._link.resumes
+
     async def assign(self, command: Assign) -> Refusal | None:
         return await self._link.assign(command)
 
@@ -80,6 +93,12 @@ class _TappedLink:
 
     async def renew_lease(self, lease_s: float) -> bool:
         return await self._link.renew_lease(lease_s)
+
+    async def reconcile(self) -> Sequence[HeldSession]:
+        return await self._link.reconcile()
+
+    async def ping(self) -> None:
+        await self._link.ping()
 
     async def close(self) -> None:
         await self._link.close()

@@ -157,7 +157,12 @@ async def test_the_list_shows_what_a_node_is_and_does(world: World) -> None:
     assert (shown.address, shown.state) == (node.address, admin_pb.NODE_STATE_UP)
     assert (shown.state_detail, shown.cordoned, shown.reports_stale) == ("", False, False)
     assert dict(shown.labels) == {"zone": "eu"}
-    assert list(shown.features) == [admin_pb.NODE_FEATURE_INLINE_BIND]
+    assert list(shown.features) == [
+        admin_pb.NODE_FEATURE_INLINE_BIND,
+        admin_pb.NODE_FEATURE_LINK,
+        admin_pb.NODE_FEATURE_RESUME,
+        admin_pb.NODE_FEATURE_RECONCILE,
+    ]
     assert (shown.lanes, shown.running, shown.queued, shown.reservations) == (3, 3, 1, 4)
     assert (shown.sessions, shown.outbox, dict(shown.failures)) == (5, 0, {})
     (model,) = shown.models

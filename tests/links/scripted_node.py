@@ -63,6 +63,7 @@ class ScriptedNode:
             "Cancel": pb.CancelResponse(),
             "Revoke": pb.RevokeResponse(),
             "RenewLease": pb.RenewLeaseResponse(renewed=True),
+            "Reconcile": pb.ReconcileResponse(),
         }
         self.streams: dict[str, Stream] = {
             "WatchStatus": one_report_then_silence,
@@ -77,6 +78,7 @@ class ScriptedNode:
             "Cancel": pb.CancelRequest,
             "Revoke": pb.RevokeRequest,
             "RenewLease": pb.RenewLeaseRequest,
+            "Reconcile": pb.ReconcileRequest,
             "WatchStatus": pb.WatchStatusRequest,
             "Generate": pb.NodeServiceGenerateRequest,
         }

@@ -11,8 +11,9 @@ import grpc
 import pytest
 
 from fleet.v1 import node_service_pb2 as pb
-from fleet_service.domain.commands import CancelRun, Refusal, RefusalCode, Revoke
-from fleet_service.links.plain import LinkSettings, PlainDialer, PlainLink
+from fleet_service.domain.commands import CancelRun, HeldSession, Refusal, RefusalCode, Revoke
+from fleet_service.links.plain import PlainDialer, PlainLink
+from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.protocols import LinkError, LinkLostError, LinkTimeoutError, NodeFaultError
 from tests.links.scripted_node import (
     EPOCH,
@@ -81,6 +82,47 @@ async def test_a_lease_is_renewed_or_had_run_out(renewed: bool) -> None:
         assert await link.renew_lease(60.0) is renewed
     (request,) = node.received["RenewLease"]
     assert (request.lease_ms, request.term) == (60_000, INTRODUCTION.term)
+
+
+async def test_reconcile_lists_what_the_node_holds() -> None:
+    node = ScriptedNode()
+    node.answers["Reconcile"] = pb.ReconcileResponse(
+        sessions=[pb.HeldSession(session_id="s-1", epoch=5, head_id="h", generation_ids=["g"])]
+    )
+    async with linked(node) as link:
+        assert await link.reconcile() == [HeldSession("s-1", 5, "h", generation_ids=("g",))]
+    (request,) = node.received["Reconcile"]
+    assert (request.fleet_id, request.head_id) == ("fleet", "head-1")
+
+
+@pytest.mark.parametrize("answer", ["done", "refused", "failed"])
+async def test_any_answer_to_a_ping_proves_life(answer: str) -> None:
+    async def fail(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.INTERNAL, "what is that")
+
+    answers: dict[str, Any] = {
+        "done": pb.CancelResponse(),
+        "refused": pb.CancelResponse(refusal=pb.Refusal(code=pb.REFUSAL_CODE_UNKNOWN_SESSION)),
+        "failed": fail,
+    }
+    node = ScriptedNode()
+    node.answers["Cancel"] = answers[answer]
+    async with linked(node) as link:
+        await link.ping()
+    assert [request.epoch for request in node.received["Cancel"]] == [0], "a run of that epoch cannot be"
+
+
+async def test_a_node_that_does_not_answer_a_ping_is_told_from_one_that_does() -> None:
+    node = ScriptedNode()
+    node.answers["Cancel"] = hang
+    async with linked(node, settings=LinkSettings(command_timeout_s=0.05)) as link:
+        with pytest.raises(LinkTimeoutError):
+            await link.ping()
+
+
+async def test_a_run_never_outlives_a_plain_link() -> None:
+    async with linked(ScriptedNode()) as link:
+        assert not link.resumes
 
 
 @every_command

@@ -16,7 +16,8 @@ from google.rpc import error_details_pb2, status_pb2
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import types_pb2
 from fleet_service.domain.node_types import ModelInfo, Report
-from fleet_service.links.plain import LinkSettings, PlainDialer
+from fleet_service.links.plain import PlainDialer
+from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.protocols import (
     HandshakeRefusedError,
     LinkLostError,

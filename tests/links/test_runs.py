@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import types_pb2
 from fleet_service.domain.commands import CancelRun, Phase, Refusal, RefusalCode, RunFinish
-from fleet_service.links.plain import LinkSettings
+from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.protocols import LinkError, LinkLostError, LinkTimeoutError, NodeFaultError
 from tests.links.scripted_node import (
     EPOCH,

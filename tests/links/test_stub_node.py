@@ -1,4 +1,4 @@
-"""Plain links to stub nodes, in this process and in ones that can be killed and frozen."""
+"""Links to stub nodes, plain and multiplexed, in this process and in ones that can be killed and frozen."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import signal
 import sys
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import pytest
 from fleet_service.domain.commands import RefusalCode, Run, RunFinish
 from fleet_service.domain.node_types import Feature
 from fleet_service.domain.specs import Sampling
-from fleet_service.links.plain import LinkSettings, PlainDialer, PlainLink
+from fleet_service.links.dialer import FleetDialer
+from fleet_service.links.mux import MuxLink
+from fleet_service.links.plain import PlainLink
+from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.protocols import HandshakeRefusedError, LinkLostError, LinkTimeoutError
 from node_stub.reference import StubModel, reference_tokens
 from node_stub.stub_engine import EngineSettings
@@ -49,7 +53,7 @@ def run_on(context: Sequence[int], **changes: Any) -> Run:
     return a_run(**fields)
 
 
-async def bind(link: PlainLink, context: Sequence[int] = PROMPT) -> None:
+async def bind(link: PlainLink | MuxLink, context: Sequence[int] = PROMPT) -> None:
     assert await link.assign(assign()) is None
     assert await link.append(an_append(context)) is None
 
@@ -58,14 +62,31 @@ def assign() -> Any:
     return an_assign(model="stub", model_revision=MODEL.revision, sampling=Sampling())
 
 
-@asynccontextmanager
-async def link_to(
-    address: str, listener: RecordingListener | None = None, **settings: Any
-) -> AsyncIterator[PlainLink]:
-    dialer = PlainDialer(LinkSettings(**settings))
-    link = await dialer.connect(address, INTRODUCTION, listener or RecordingListener())
-    yield link
-    await link.close()
+LinkTo = Callable[..., AbstractAsyncContextManager[PlainLink | MuxLink]]
+"""(address, listener=None, **settings) -> a link of the way under test."""
+
+
+@pytest.fixture(params=["plain", "link"])
+def dialer(request: pytest.FixtureRequest) -> Callable[..., FleetDialer]:
+    """Takes link settings."""
+    return partial(_dialer, multiplexed=request.param == "link")
+
+
+def _dialer(**settings: Any) -> FleetDialer:
+    return FleetDialer(LinkSettings(**settings))
+
+
+@pytest.fixture
+def link_to(dialer: Callable[..., FleetDialer]) -> LinkTo:
+    @asynccontextmanager
+    async def connected(
+        address: str, listener: RecordingListener | None = None, **settings: Any
+    ) -> AsyncIterator[PlainLink | MuxLink]:
+        link = await dialer(**settings).connect(address, INTRODUCTION, listener or RecordingListener())
+        yield link
+        await link.close()
+
+    return connected
 
 
 async def freeze(node: asyncio.subprocess.Process) -> None:
@@ -80,7 +101,7 @@ async def freeze(node: asyncio.subprocess.Process) -> None:
 # -------------------------------------------------------------------------------------- in this process
 
 
-async def test_a_bound_session_generates_the_models_answer() -> None:
+async def test_a_bound_session_generates_the_models_answer(link_to: LinkTo) -> None:
     listener, sink = RecordingListener(), RecordingSink()
     async with StubNode() as node, link_to(node.address, listener) as link:
         assert link.hello.identity == "stub"
@@ -94,7 +115,7 @@ async def test_a_bound_session_generates_the_models_answer() -> None:
     assert sink.broken == []
 
 
-async def test_an_inline_bound_run_continues_from_its_prefix() -> None:
+async def test_an_inline_bound_run_continues_from_its_prefix(link_to: LinkTo) -> None:
     sink = RecordingSink()
     whole = reference_tokens(MODEL, 0, PROMPT, 30)
     run = run_on(
@@ -111,7 +132,7 @@ async def test_an_inline_bound_run_continues_from_its_prefix() -> None:
     assert sink.token_ids == whole[10:]
 
 
-async def test_ten_thousand_tokens_of_a_node_arrive_in_order() -> None:
+async def test_ten_thousand_tokens_of_a_node_arrive_in_order(link_to: LinkTo) -> None:
     sink = RecordingSink()
     async with StubNode() as node, link_to(node.address) as link:
         await bind(link)
@@ -122,7 +143,7 @@ async def test_ten_thousand_tokens_of_a_node_arrive_in_order() -> None:
     assert indexes == list(range(10_000))
 
 
-async def test_a_million_tokens_of_context_are_appended_and_generated_on() -> None:
+async def test_a_million_tokens_of_context_are_appended_and_generated_on(link_to: LinkTo) -> None:
     sink = RecordingSink()
     context = [index % 32_000 for index in range(1_000_000)]
     settings = StubSettings(
@@ -136,7 +157,7 @@ async def test_a_million_tokens_of_context_are_appended_and_generated_on() -> No
     assert sink.token_ids == reference_tokens(MODEL, 0, context, 2)
 
 
-async def test_a_wrong_context_is_refused_with_the_nodes_length() -> None:
+async def test_a_wrong_context_is_refused_with_the_nodes_length(link_to: LinkTo) -> None:
     sink = RecordingSink()
     async with StubNode() as node, link_to(node.address) as link:
         await bind(link)
@@ -148,7 +169,7 @@ async def test_a_wrong_context_is_refused_with_the_nodes_length() -> None:
     assert step.refusal.context_length == len(PROMPT)
 
 
-async def test_closing_a_run_frees_its_lane_at_the_node() -> None:
+async def test_closing_a_run_frees_its_lane_at_the_node(link_to: LinkTo) -> None:
     sink = RecordingSink()
     async with StubNode(StubSettings(engine=SLOW)) as node, link_to(node.address) as link:
         await bind(link)
@@ -162,7 +183,7 @@ async def test_closing_a_run_frees_its_lane_at_the_node() -> None:
     assert sink.broken == []
 
 
-async def test_closing_a_finished_run_is_not_taken_for_a_cancel() -> None:
+async def test_closing_a_finished_run_is_not_taken_for_a_cancel(link_to: LinkTo) -> None:
     sink = RecordingSink()
     async with StubNode() as node, link_to(node.address) as link:
         await bind(link)
@@ -174,13 +195,13 @@ async def test_closing_a_finished_run_is_not_taken_for_a_cancel() -> None:
         assert (entry.outcome, entry.cancel_seen_ms) == ("LENGTH", None)
 
 
-async def test_a_node_of_another_fleet_says_which_id_to_change() -> None:
+async def test_a_node_of_another_fleet_says_which_id_to_change(dialer: Callable[..., FleetDialer]) -> None:
     async with StubNode(StubSettings(fleet_id="other")) as node:
         with pytest.raises(HandshakeRefusedError, match=r"same fleet id.*'other'.*'fleet'"):
-            await PlainDialer(LinkSettings()).connect(node.address, INTRODUCTION, RecordingListener())
+            await dialer().connect(node.address, INTRODUCTION, RecordingListener())
 
 
-async def test_a_stopping_node_is_lost_at_once_whatever_grace_it_gives() -> None:
+async def test_a_stopping_node_is_lost_at_once_whatever_grace_it_gives(link_to: LinkTo) -> None:
     listener, sink = RecordingListener(), RecordingSink()
     node = StubNode(StubSettings(engine=SLOW))
     await node.start()
@@ -198,7 +219,9 @@ async def test_a_stopping_node_is_lost_at_once_whatever_grace_it_gives() -> None
     assert [type(error) for error in listener.losses] == [LinkLostError]
 
 
-async def test_a_link_never_speaks_to_the_next_run_of_its_node() -> None:
+async def test_a_link_never_speaks_to_the_next_run_of_its_node(
+    dialer: Callable[..., FleetDialer], link_to: LinkTo
+) -> None:
     listener = RecordingListener()
     node = StubNode()
     await node.start()
@@ -209,7 +232,7 @@ async def test_a_link_never_speaks_to_the_next_run_of_its_node() -> None:
             await link.assign(assign())
         await listener.lost.wait()
         assert node.journal() == []
-        again = await PlainDialer(LinkSettings()).probe(node.address, INTRODUCTION)
+        again = await dialer().probe(node.address, INTRODUCTION)
         assert again.incarnation != link.hello.incarnation
     await node.stop()
     assert len(listener.losses) == 1
@@ -218,7 +241,9 @@ async def test_a_link_never_speaks_to_the_next_run_of_its_node() -> None:
 # ------------------------------------------------------------------------------- processes of their own
 
 
-async def test_a_killed_node_breaks_its_run_and_is_lost_once() -> None:
+async def test_a_killed_node_breaks_its_run_and_is_lost_once(
+    dialer: Callable[..., FleetDialer], link_to: LinkTo
+) -> None:
     listener, sink = RecordingListener(), RecordingSink()
     async with process("--decode-rate", "100") as (node, address), link_to(address, listener) as link:
         await bind(link)
@@ -232,14 +257,14 @@ async def test_a_killed_node_breaks_its_run_and_is_lost_once() -> None:
             await link.assign(assign())
         await node.wait()
         with pytest.raises(LinkLostError, match="cannot connect"):
-            await PlainDialer(LinkSettings()).probe(address, INTRODUCTION)
+            await dialer().probe(address, INTRODUCTION)
     assert [type(error) for error in sink.broken] == [LinkLostError]
     assert [type(error) for error in listener.losses] == [LinkLostError]
     expected = reference_tokens(MODEL, 0, PROMPT, len(sink.token_ids))
     assert sink.token_ids == expected
 
 
-async def test_a_frozen_node_gives_no_sign_and_goes_on_when_it_thaws() -> None:
+async def test_a_frozen_node_gives_no_sign_and_goes_on_when_it_thaws(link_to: LinkTo) -> None:
     listener, sink = RecordingListener(), RecordingSink()
     async with (
         process("--decode-rate", "100") as (node, address),
@@ -262,7 +287,7 @@ async def test_a_frozen_node_gives_no_sign_and_goes_on_when_it_thaws() -> None:
     assert listener.losses == []
 
 
-async def test_keepalive_notices_a_frozen_node() -> None:
+async def test_keepalive_notices_a_frozen_node(link_to: LinkTo) -> None:
     listener, sink = RecordingListener(), RecordingSink()
     async with (
         process("--decode-rate", "100") as (node, address),
@@ -286,8 +311,10 @@ async def test_keepalive_notices_a_frozen_node() -> None:
     assert [type(error) for error in listener.losses] == [LinkLostError]
 
 
-async def test_a_frozen_node_cannot_be_dialed_within_the_connect_timeout() -> None:
+async def test_a_frozen_node_cannot_be_dialed_within_the_connect_timeout(
+    dialer: Callable[..., FleetDialer],
+) -> None:
     async with process() as (node, address), asyncio.timeout(30):
         await freeze(node)
         with pytest.raises(LinkLostError):
-            await PlainDialer(LinkSettings(connect_timeout_s=0.2)).probe(address, INTRODUCTION)
+            await dialer(connect_timeout_s=0.2).probe(address, INTRODUCTION)

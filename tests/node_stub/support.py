@@ -29,6 +29,7 @@ class Head:
     """Speaks to one node; command ids rise by themselves."""
 
     def __init__(self, channel: grpc.aio.Channel, model: str = "stub") -> None:
+        self.channel = channel
         self.stub: Any = pb_grpc.NodeServiceStub(channel)
         self.control: Any = stub_grpc.StubServiceStub(channel)
         self.model = model

@@ -67,6 +67,8 @@ async def test_flags_make_the_node() -> None:
         "--kv-blocks",
         "99",
         "--no-inline",
+        "--no-link",
+        "--no-reconcile",
         "--lie",
         "lanes-active=2",
     ]
