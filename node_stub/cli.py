@@ -171,8 +171,11 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     inline: Annotated[bool, typer.Option(help="Take Assign and Append along with Generate.")] = True,  # noqa: FBT002
     link: Annotated[bool, typer.Option(help="Serve heads over one multiplexed link each.")] = True,  # noqa: FBT002
     resume: Annotated[  # noqa: FBT002
-        bool, typer.Option(help="Let a run outlive its link, for 10 s, to be taken up over another.")
+        bool, typer.Option(help="Let a run outlive its link, to be taken up over another.")
     ] = True,
+    resume_window: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a run outlives its link.")
+    ] = 10.0,
     reconcile: Annotated[bool, typer.Option(help="Tell heads what is held.")] = True,  # noqa: FBT002
     fault: Annotated[
         list[str] | None, typer.Option(metavar="POINT:ACTION", help="Fault to have (see below).")
@@ -193,6 +196,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     llama = LlamaSettings(model_file, threads=threads, exact=exact) if engine is EngineKind.LLAMA else None
     if model_file and not llama:
         raise typer.BadParameter("goes with --engine llama only", param_hint="--model-file")
+    if join and not link:
+        raise typer.BadParameter("a node that joins is served over a link", param_hint="--no-link")
     if window is None:
         window = llama.window_tokens if llama else DEFAULT_WINDOW_TOKENS
     lanes = lanes or (llama.lanes if llama else DEFAULT_LANES)
@@ -216,6 +221,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
             link=link,
             resume=resume,
             reconcile=reconcile,
+            keep_s=resume_window,
             limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
         ),
         models=models,

@@ -194,7 +194,9 @@ class Joiner:
                 f"{self._settings.cap_s:g} s",
             )
             return True
-        self._tell("left", "the link ended" if code is grpc.StatusCode.OK else f"{details} ({code.name})")
+        # INTERNAL is what a write to a call that is over makes of its status.
+        known = {grpc.StatusCode.OK: "the link ended", grpc.StatusCode.INTERNAL: "the link broke"}
+        self._tell("left", known.get(code, f"{details} ({code.name})"))
         return False
 
     def _tell(self, what: str, why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from node_stub.runs import Run
 
@@ -24,11 +24,10 @@ class Keeper:
         self._kept: dict[RunKey, tuple[Run, float]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Run]:
-        return (run for run, _ in self._kept.values())
+    @property
+    def runs(self) -> dict[RunKey, Run]:
+        """All that are kept, the one that expires first first."""
+        return {key: run for key, (run, _) in self._kept.items()}
 
     def get(self, key: RunKey) -> Run | None:
         kept = self._kept.get(key)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fleet.v1 import link_pb2 as link_pb
 from fleet.v1 import node_service_pb2 as pb
@@ -19,6 +20,8 @@ from node_stub.rules import Code, Owner, Refusal
 from node_stub.runs import Run
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WriteFrame = Callable[[link_pb.NodeFrame], Awaitable[object]]
 """Hands a frame to the transport; returns when it takes the next one."""
@@ -75,7 +78,7 @@ class LinkSession:
 
         Raises LinkProtocolError, LinkDropped, and what `frames` and the write raise.
         """
-        hello = await self._hello(frames)
+        hello = await self._until_ending(self._hello(frames))
         if hello is None:
             return
         self._failed = asyncio.get_running_loop().create_future()
@@ -98,6 +101,19 @@ class LinkSession:
             each.result()
 
     # ----------------------------------------------------------------------------------------- from the head
+
+    async def _until_ending(self, hello: Coroutine[None, None, T]) -> T | None:
+        """What `hello` returns, or None when the call is to end before. Raises LinkDropped."""
+        greeting = asyncio.create_task(hello, name="hello")
+        ending = asyncio.create_task(self._call.ending(), name="link end")
+        try:
+            await asyncio.wait([greeting, ending], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            greeting.cancel()
+            ending.cancel()
+            await asyncio.gather(greeting, ending, return_exceptions=True)
+        self._call.check()
+        return None if greeting.cancelled() else greeting.result()
 
     async def _hello(self, frames: AsyncIterator[link_pb.HeadFrame]) -> pb.HandshakeRequest | None:
         """Exchange hellos; None = the link has ended, or the head was refused."""

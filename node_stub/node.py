@@ -93,7 +93,9 @@ class Node:
         self._clock = clock
         self._started_s = clock()
         self._runs: dict[RunKey, Run] = {}
-        self._keeper = Keeper(settings.keep_s, settings.limits.max_runs, self._expire_run)
+        # Apart, so that many that have ended push out none that runs.
+        self._detached = Keeper(settings.keep_s, settings.limits.max_runs, self._expire_run)
+        self._ended = Keeper(settings.keep_s, settings.limits.max_runs, self._expire_run)
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_ms: int | None = None
         self._host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,7 +111,8 @@ class Node:
         finally:
             if self._expiry:
                 self._expiry.cancel()
-            self._keeper.close()
+            self._detached.close()
+            self._ended.close()
 
     # ------------------------------------------------------------------------------------------ commands
 
@@ -136,7 +139,7 @@ class Node:
         Whoever sent it so far is told that it is taken over.
         """
         key = (command.session_id, command.epoch, command.generation_id)
-        run = self._runs.get(key) or self._keeper.get(key)
+        run = self._runs.get(key) or self._detached.get(key) or self._ended.get(key)
         if run is None or not run.resumable:
             return None
         refusal = self.rules.resume(command, self.now_ms())
@@ -147,7 +150,8 @@ class Node:
             return self._refused(command, refusal)
         if run.on_taken:
             run.on_taken()
-        self._keeper.release(run)
+        self._detached.release(run)
+        self._ended.release(run)
         run.rewind(command.first_index)
         run.entry.resumes += 1
         return run
@@ -206,10 +210,12 @@ class Node:
         if not run.resumable:
             self.abandon(run)
             return
+        run.detach()
         if run.delivered:
             run.forget_prompt()
-        run.detach()
-        self._keeper.keep(run)
+            self._ended.keep(run)
+        else:
+            self._detached.keep(run)
 
     def _expire_run(self, run: Run) -> None:
         """Nobody came back to it."""
@@ -223,7 +229,7 @@ class Node:
 
     def _stop_overflowed(self, run: Run, refusal: Refusal) -> None:
         self.stop(run, refusal)
-        self._keeper.release(run)
+        self._detached.release(run)
 
     def _launch(self, admission: Admission) -> Run:
         now_ms = self.now_ms()
@@ -272,7 +278,7 @@ class Node:
         self.rules.expire(self.now_ms())
         self._settle()
         generations: dict[tuple[str, int], list[str]] = {}
-        for session_id, epoch, generation_id in {**self._runs, **{run.key: run for run in self._keeper}}:
+        for session_id, epoch, generation_id in {**self._runs, **self._detached.runs, **self._ended.runs}:
             generations.setdefault((session_id, epoch), []).append(generation_id)
         return [
             (holding, generations.get((holding.session_id, holding.epoch), []))

@@ -136,6 +136,11 @@ class StubNode:
             joiner = server.joiner(settings.join, random.Random(), self.told.append)
             self._join = asyncio.create_task(joiner.run(), name=f"join {settings.identity}")
 
+    async def join_ended(self) -> None:
+        """Wait until it joins no more. Raises JoinRefusedError."""
+        if self._join:
+            await asyncio.shield(self._join)
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stop serving; calls have `grace_s` to end. May be repeated.
 

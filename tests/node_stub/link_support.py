@@ -143,7 +143,7 @@ class LinkHead:
         return await self.finished(accepted.handle)
 
     async def finished(self, handle: int) -> RunSeen:
-        await self.until(lambda: self.runs[handle].over)
+        await self.until(lambda: handle in self.runs and self.runs[handle].over)
         return self.runs[handle]
 
     async def tokens(self, handle: int, count: int) -> RunSeen:

@@ -26,6 +26,8 @@ def fleet_node(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--model", "m", "--listen", "nowhere"], "HOST:PORT"),
         (["--model", ":4096"], "names no model"),
         (["--model", "m", "--model", "m:7"], "twice"),
+        (["--model", "m", "--join", "nowhere"], "HOST:PORT"),
+        (["--model", "m", "--join", "127.0.0.1:1", "--no-link"], "over a link"),
         (["--model", "m", "--label", "zone"], "KEY=VALUE"),
         (["--model", "m", "--fault", "never:die"], "after-tokens"),
         (["--model", "m", "--lie", "loud"], "silent"),

@@ -136,7 +136,6 @@ async def test_a_finish_that_was_lost_with_its_link_comes_again(lost_tokens: int
             await link.lose()
         had = ANSWER[: 40 - lost_tokens]
         async with link_of(node.address, link.maker) as again:
-            # As much as it can: at least the index that the head says it lacks is there.
             assert (await resume(again, had, 40)).resumed
             seen = await again.finished(1)
             assert (seen.tokens, seen.finish, seen.next_index) == (ANSWER[40 - lost_tokens : 40], LENGTH, 40)

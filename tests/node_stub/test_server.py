@@ -415,4 +415,6 @@ async def test_a_node_that_slept_over_its_lease_says_nothing_more_of_the_run() -
         sent = node.journal(kind="generate")[0].tokens_sent
         await collect(call, stream)
         assert stream.refusal.code == pb.REFUSAL_CODE_FENCED
-        assert stream.tokens == node.reference(PROMPT, sent)
+        # One that was being written when the time had passed is not yet counted.
+        assert len(stream.tokens) in {sent, sent + 1}
+        assert stream.tokens == node.reference(PROMPT, len(stream.tokens))
