@@ -113,9 +113,9 @@ async def test_an_append_never_answered_in_time_goes_elsewhere_and_its_late_effe
     world: World,
 ) -> None:
     late, other = await local_nodes(world, 2, inline_bind=False)
-    server = await world.head(late, other, command_timeout_s=0.3)
+    server = await world.head(late, other, command_timeout_s=0.6)
     session_id = await open_session_on(server, late, prompt(20))
-    await late.faults(on_append(stub_pb.FAULT_ACTION_DELAY, delay_ms=800))
+    await late.faults(on_append(stub_pb.FAULT_ACTION_DELAY, delay_ms=1500))
     answer = await read_all(generate(server, session_id, 16))
     assert answer.tokens == expected(prompt(20), 16)
     (moved,) = answer.moves

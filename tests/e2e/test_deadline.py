@@ -54,7 +54,7 @@ async def test_two_seconds_are_two_seconds_though_two_nodes_stall_one_after_the_
         world.node("first", "--fault", "after-tokens=4:stall"),
         world.node("second", "--fault", "after-tokens=3:stall"),
     )
-    server = await world.head(first, second, generation_stall_s=1.2)
+    server = await world.head(first, second, generation_stall_s=1.05)
     session_id = await open_session_on(server, first, prompt(20))
     answer = await read_all(generate(server, session_id, 40, max_wall_ms=2000, extend_context=True))
     check_in_time(answer, 2000, tokens=7)

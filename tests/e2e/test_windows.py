@@ -1,4 +1,4 @@
-"""Context windows: what fits nowhere is refused, what fits somewhere goes there, output ends where it must."""
+"""Context windows: what fits nowhere is refused, what fits somewhere goes there, and where output ends."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def test_a_prompt_that_fills_the_window_leaves_no_room_for_output(world: W
 
 async def test_going_on_at_a_wider_node_does_not_change_where_the_output_ends(world: World) -> None:
     narrow, wide = await narrow_and_wide(world)
-    server = await world.head(narrow, wide, generation_stall_s=0.5)
+    server = await world.head(narrow, wide, generation_stall_s=1.0)
     session_id = await open_session_on(server, narrow, prompt(50))
     await narrow.faults(STALL_AFTER_5)
     answer = await read_all(generate(server, session_id, 100))
@@ -173,7 +173,7 @@ async def test_going_on_at_a_wider_node_does_not_change_where_the_output_ends(wo
 
 async def test_going_on_at_a_narrower_node_does_not_change_where_the_output_ends(world: World) -> None:
     narrow, wide = await narrow_and_wide(world)
-    server = await world.head(narrow, wide, generation_stall_s=0.5)
+    server = await world.head(narrow, wide, generation_stall_s=1.0)
     session_id = await open_session_on(server, wide, prompt(50))
     await wide.faults(STALL_AFTER_5)
     answer = await read_all(generate(server, session_id, 100))
