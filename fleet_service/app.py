@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import structlog
 
 from fleet_service import __version__
+from fleet_service.addresses import split_address
 from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
 from fleet_service.api.server import EdgeParts, Listener, ListenError, callers_listener, operators_listener
 from fleet_service.api.validate import Limits
-from fleet_service.config import FleetConfig, split_address
+from fleet_service.config import FleetConfig
 from fleet_service.links.plain import LinkSettings, PlainDialer
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver, NullObserver
@@ -174,12 +175,14 @@ def _listeners(config: FleetConfig, head: Head, observer: RpcObserver) -> tuple[
         reflection=config.listen.reflection,
     )
     try:
-        return (
-            callers_listener(head, parts, config.listen.callers),
-            operators_listener(head.operators, parts, config.listen.admin),
-        )
+        callers = callers_listener(head, parts, config.listen.callers)
     except ListenError as error:
-        raise StartError(str(error)) from error
+        raise StartError(f"{error}; choose another with --listen (setting listen.callers)") from error
+    try:
+        admin = operators_listener(head.operators, parts, config.listen.admin)
+    except ListenError as error:
+        raise StartError(f"{error}; choose another with --admin-listen (setting listen.admin)") from error
+    return callers, admin
 
 
 def _addresses(config: FleetConfig, callers: Listener, admin: Listener) -> Addresses:

@@ -7,38 +7,27 @@ Durations end in `_s` (seconds), sizes in `_bytes`, `_tokens` counts tokens.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode
 
+from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, NODE_PORT, split_address
 from fleet_service.runtime.settings import HeadSettings
 
-NODE_PORT = 8454
-CALLERS_PORT = 8455
-ADMIN_PORT = 8456
-
 _RUNTIME = HeadSettings()
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?")
-_HIGHEST_PORT = 65_535
 
 
-def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """Take `host:port` apart; an IPv6 host keeps its brackets. ValueError says what is wrong."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"must be host:port, for example 127.0.0.1:{default_port or CALLERS_PORT}")
-    port = found["port"] or default_port
-    if port is None:
-        raise ValueError(f"must name a port, for example {found['host']}:{CALLERS_PORT}")
-    if int(port) > _HIGHEST_PORT:
-        raise ValueError(f"must have a port of at most {_HIGHEST_PORT}")
-    return found["host"], int(port)
+def _callers_address(text: str) -> str:
+    return _listen_address(text, CALLERS_PORT)
 
 
-def _listen_address(text: str) -> str:
-    host, port = split_address(text)
+def _admin_address(text: str) -> str:
+    return _listen_address(text, ADMIN_PORT)
+
+
+def _listen_address(text: str, usual_port: int) -> str:
+    host, port = split_address(text, example_port=usual_port)
     return f"{host}:{port}"
 
 
@@ -62,7 +51,8 @@ def _split_list(value: Any) -> Any:
     return value
 
 
-ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+CallersAddress = Annotated[str, AfterValidator(_callers_address)]
+AdminAddress = Annotated[str, AfterValidator(_admin_address)]
 NodeAddresses = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_node_addresses)
 ]
@@ -76,9 +66,9 @@ class _Section(BaseModel):
 class ListenConfig(_Section):
     """Where the head listens."""
 
-    callers: ListenAddress = f"127.0.0.1:{CALLERS_PORT}"
+    callers: CallersAddress = f"127.0.0.1:{CALLERS_PORT}"
     """Address for callers, host:port; port 0 lets the system choose"""
-    admin: ListenAddress = f"127.0.0.1:{ADMIN_PORT}"
+    admin: AdminAddress = f"127.0.0.1:{ADMIN_PORT}"
     """Address for operators, host:port; port 0 lets the system choose"""
     reflection: bool = True
     """Answer gRPC reflection, so that tools can list the services"""

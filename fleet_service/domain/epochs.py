@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 _N_BITS = 32
 _MAX_32 = (1 << _N_BITS) - 1
-MAX_TERM = _MAX_32
-"""No term follows it."""
 
 
 def make_epoch(term: int, n: int) -> int:

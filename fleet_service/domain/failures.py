@@ -39,6 +39,7 @@ class FailureClass(Enum):
     EVICTED = "evicted"
     REBALANCED = "rebalanced"
     REMOVED = "removed"
+    NO_ANSWER = "no_answer"
 
 
 class Avoid(Enum):
@@ -87,6 +88,10 @@ FAILURE_RULES: dict[FailureClass, FailureRule] = {
     FailureClass.NODE_FAULT: FailureRule(MoveCause.ENGINE_ERROR, True, True, avoid=Avoid.PREFER_OTHERS),
     FailureClass.EVICTED: FailureRule(MoveCause.NODE_SILENT, False, False, keeps_binding=True),
     FailureClass.REBALANCED: FailureRule(MoveCause.REBALANCED, False, False, keeps_binding=True),
+    # Asked whether it lives before it is given what failed elsewhere, it did not say so.
+    FailureClass.NO_ANSWER: FailureRule(
+        MoveCause.NODE_SILENT, False, False, keeps_binding=True, avoid=Avoid.PREFER_OTHERS
+    ),
     FailureClass.REMOVED: FailureRule(MoveCause.NODE_REMOVED, False, False),
 }
 
@@ -236,8 +241,8 @@ class AttemptBudget:
         return None
 
     def _next(self, failure: Failure) -> TryAgain:
-        again = failure.same_run_is_back
-        if failure.rule.rebinds:
+        again = False
+        if failure.rule.rebinds or failure.same_run_is_back:
             if failure.node in self._rebound:
                 self._prefer_not.add(failure.node)
             else:

@@ -30,6 +30,8 @@ _log = structlog.get_logger(__name__)
 # How far a node may run ahead of the head in one stream.
 _LOOKAHEAD_BYTES = 32 * 1024
 _RECONNECT_BACKOFF_MS = 100
+# A session that no head makes.
+PING_SESSION = "ping"
 
 
 _Answer = (
@@ -119,7 +121,7 @@ class PlainDialer:
                 convert.handshake_request(introduction), timeout=self._settings.handshake_timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            raise handshake_error(error, address) from error
+            raise handshake_error(error, address, self._settings.connect_timeout_s) from error
         if not isinstance(answer, node_service_pb2.HandshakeResponse):
             raise HandshakeRefusedError(
                 f"{address} answered the handshake with what is no HandshakeResponse: is it a fleet node?"
@@ -192,8 +194,12 @@ class PlainLink:
         answer = await self._call(self._stub.Revoke, convert.revoke_request(command), "Revoke")
         return _refusal(answer)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        request = convert.renew_request(self._introduction, lease_s)
+    async def ping(self) -> None:
+        """Ask for what cannot be there; any answer will do."""
+        await self.cancel(CancelRun(session_id=PING_SESSION, epoch=0, generation_id=PING_SESSION))
+
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        request = convert.renew_request(self._introduction, lease_s, term)
         answer = await self._call(self._stub.RenewLease, request, "RenewLease")
         return answer.renewed
 

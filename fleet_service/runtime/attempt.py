@@ -28,16 +28,10 @@ from fleet_service.runtime.protocols import (
 )
 from fleet_service.runtime.session import Binding
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.stall import StallWatch
 
 # The head's own timer decides WALL_CLOCK; the node's limit is only there in case the head is gone.
 NODE_WALL_MARGIN_S = 5.0
-# Prompt tokens per second assumed when judging whether a prefill has stalled and no rate is known.
-SLOW_PREFILL_TOKENS_PER_S = 200
-# A reported rate may be a lie: a prefill is allowed at most so many times `generation_stall_s`.
-MAX_PREFILL_STALLS = 10
-# How long the head must have run, and heard nothing, before it calls a silence of the node a stall.
-CONFIRM_STALL_S = 0.5
-
 # Most tokens in one Append, and the most bytes a token takes on the wire.
 APPEND_TOKENS = 1_000_000
 TOKEN_BYTES = 5
@@ -92,9 +86,15 @@ class Attempt:
         self._ended: asyncio.Future[Failure] = context.loop.create_future()
         self._over = False
         self._confirmed = False
-        self._phase: Phase | None = None
-        self._progress_s = self.last_sign_s
-        self._stall_timer: asyncio.TimerHandle | None = None
+        model = self.node.models.get(generation.session.spec.model)
+        self._vocab_size = model.vocab_size if model is not None else 0
+        self._stall = StallWatch(
+            context.loop,
+            context.settings.generation_stall_s,
+            generation.context_tokens + generation.log.received,
+            prefill_rate=lambda: self.node.report.prefill_tokens_per_s if self.node.report else 0,
+            stalled=lambda detail: self._fail(self._failure(FailureClass.STALLED, detail)),
+        )
 
     async def run(self) -> Failure:
         """The failure that ended the attempt. Cancelled when its generation is decided first."""
@@ -117,14 +117,13 @@ class Attempt:
                 failure = self._ended.result() if self._ended.done() else self._failure_of_link(error)
                 return failure
             handle = self._link.run(command, self)
-            self._watch_for_stall()
+            self._stall.start()
             failure = await self._ended
             return failure
         finally:
             self._over = True
             self._reservation.on_lost = None
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
+            self._stall.stop()
             if handle is not None:
                 handle.close()
             session.drop_doubtful_binding()
@@ -142,7 +141,7 @@ class Attempt:
         if assign is not None:
             await self._command(self._link.assign(assign))
             self.binding.assigned = True
-            self.node.lease_renewed_s = self._context.loop.time()
+            self.node.assigned(self.epoch)
         for append in appends:
             self.binding.synced_tokens = None
             await self._command(self._link.append(append))
@@ -243,10 +242,9 @@ class Attempt:
             self._wrong_epoch(epoch)
             return
         if not self._confirmed:
-            self._confirm(now_s)
-        if phase is not None or token_ids:
-            self._progress_s = now_s
-            self._enter(phase or Phase.DECODE)
+            self._confirm()
+        if phase is not None:
+            self._stall.enter(phase, now_s)
         # A finish without tokens has an index too: one past what there is means that a token is missing.
         if (token_ids or finish is not None) and not self._take_tokens(first_index, token_ids, now_s):
             return
@@ -264,16 +262,23 @@ class Attempt:
             return False
         new = token_ids if first_index == have else token_ids[have - first_index :]
         if new:
+            vocab_size = self._vocab_size
+            if vocab_size and max(new) >= vocab_size:
+                self._fail(
+                    self._failure(FailureClass.NODE_FAULT, f"token {max(new)} is out of the vocabulary")
+                )
+                return False
+            self._stall.enter(Phase.DECODE, now_s, token=True)
             generation.deliver(new, now_s)
             self.tokens += generation.log.received - have
         return generation.finished is None
 
-    def _confirm(self, now_s: float) -> None:
+    def _confirm(self) -> None:
         """The first answer to a run that carried its own assign and append."""
         self._confirmed = True
         if not self.binding.assigned:
             self.binding.assigned = True
-            self.node.lease_renewed_s = now_s
+            self.node.assigned(self.epoch)
         self.binding.synced(self.generation.context_tokens)
 
     def _wrong_epoch(self, epoch: int) -> None:
@@ -289,7 +294,7 @@ class Attempt:
         """The node's word counts only where the head's own rules could not decide."""
         generation = self.generation
         if finish is RunFinish.EOS:
-            generation.decide(FinishReason.EOS)
+            self._says_eos()
         elif finish is RunFinish.LENGTH:
             self._window_is_full()
         elif finish is RunFinish.ERROR:
@@ -300,6 +305,13 @@ class Attempt:
             self._fail(
                 self._failure(FailureClass.NODE_FAULT, f"the node ended the run unasked: {finish.value}")
             )
+
+    def _says_eos(self) -> None:
+        """Where the model names its EOS ids, the log would have ended on one: then a token is missing."""
+        if self.generation.rules.knows_eos:
+            self._fail(self._failure(FailureClass.NODE_FAULT, "EOS was said, but no such token came"))
+        else:
+            self.generation.decide(FinishReason.EOS)
 
     def _window_is_full(self) -> None:
         window = window_tokens(self.node, self.generation.session.spec.model)
@@ -316,47 +328,6 @@ class Attempt:
     def _node_lost(self, kind: FailureClass, detail: str) -> None:
         self._fail(self._failure(kind, detail))
 
-    def _enter(self, phase: Phase) -> None:
-        """From the first token on, nothing is allowed for the prefill any more."""
-        decodes = phase is Phase.DECODE and self._phase is not Phase.DECODE
-        self._phase = phase
-        if decodes and self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._watch_for_stall()
-
-    def _watch_for_stall(self) -> None:
-        """No token and no change of phase for too long; a lane's queue on the node is no stall."""
-        loop = self._context.loop
-        due_s = self._stall_due_s()
-        if loop.time() < due_s:
-            self._stall_timer = loop.call_at(due_s, self._watch_for_stall)
-        else:
-            confirmed_s = loop.time() + CONFIRM_STALL_S
-            self._stall_timer = loop.call_at(confirmed_s, self._confirm_stall, confirmed_s)
-
-    def _confirm_stall(self, due_s: float) -> None:
-        """The head may not have run itself (rule 13): what came meanwhile is let in before it judges."""
-        now_s = self._context.loop.time()
-        if now_s < self._stall_due_s() or now_s - due_s > CONFIRM_STALL_S:
-            self._watch_for_stall()
-            return
-        detail = f"no progress for {now_s - self._progress_s:.1f} s"
-        self._fail(self._failure(FailureClass.STALLED, detail))
-
-    def _stall_due_s(self) -> float:
-        stall_s = self._context.settings.generation_stall_s
-        if self._phase is Phase.QUEUED:
-            return self._context.loop.time() + stall_s
-        return self._progress_s + stall_s + self._prefill_allowance_s()
-
-    def _prefill_allowance_s(self) -> float:
-        if self._phase is Phase.DECODE:
-            return 0.0
-        report = self.node.report
-        rate = (report.prefill_tokens_per_s if report else 0) or SLOW_PREFILL_TOKENS_PER_S
-        allowance_s = 2.0 * (self.generation.context_tokens + self.generation.log.received) / rate
-        return min(allowance_s, MAX_PREFILL_STALLS * self._context.settings.generation_stall_s)
-
     def _fail(self, failure: Failure) -> None:
         if not self._over and not self._ended.done():
             self._ended.set_result(failure)
@@ -365,7 +336,12 @@ class Attempt:
         return Failure(kind, self.node.name, detail)
 
     def _failure_of(self, refusal: Refusal) -> Failure:
-        return failure_of_refusal(refusal, self.node.name, own_term=self._context.own_term())
+        failure = failure_of_refusal(refusal, self.node.name, own_term=self._context.own_term())
+        needed = self.generation.context_tokens + self.generation.log.received
+        if failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.window_tokens >= needed:
+            detail = f"{needed} tokens were refused by a window of {failure.window_tokens}"
+            return self._failure(FailureClass.NODE_FAULT, detail)
+        return failure
 
     def _failure_of_link(self, error: LinkError) -> Failure:
         kind = _FAILURE_OF_LINK_ERROR.get(type(error), FailureClass.NODE_FAULT)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from fleet_service.domain.commands import Introduction
-from fleet_service.domain.epochs import MAX_TERM, term_of
+from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import NodeHello, NodeState
 from fleet_service.runtime.fleet import Fleet
@@ -22,6 +22,9 @@ log = structlog.get_logger(__name__)
 
 FIRST_TRY_S = 2.0
 """How long adding a node, or starting the head, waits for a first answer."""
+
+CREDIBLE_S = 366 * 86_400
+"""A term further ahead of this head's clock than this is not taken from a node."""
 
 FAREWELL_S = 2.0
 """How long stopping waits for the nodes to take what is owed."""
@@ -111,10 +114,10 @@ class Nodes:
 
     async def _end_lease(self, node: Node) -> None:
         """A lease that ends now frees all this head has there, with one command."""
-        if node.link is None:
-            return
         try:
-            await node.link.renew_lease(0.0)
+            for term in list(node.leases):
+                if node.link is not None:
+                    await node.link.renew_lease(0.0, term)
         except LinkError as error:
             log.info("lease_not_ended", node=node.name, error=str(error))
 
@@ -136,14 +139,14 @@ class Nodes:
                 f"identity {hello.identity} is in use by the node at {other.address}; "
                 "give this node another identity, or remove the other"
             )
-        if term_of(hello.highest_epoch) >= MAX_TERM:
-            return f"the node reports epoch {hello.highest_epoch}, above which there is none; restart it"
+        if term_of(hello.highest_epoch) > self._wall_clock() + CREDIBLE_S:
+            return (
+                f"the node reports epoch {hello.highest_epoch}, of a term far in the future; "
+                "compare the clocks of the head and of the node's other heads, and restart the node"
+            )
         if hello.highest_epoch > self._fleet.last_epoch:
             self._fleet.raise_term_above(hello.highest_epoch, int(self._wall_clock()))
             log.warning("term_raised", term=self._fleet.term, node=hello.identity)
-            for keeper in self._keepers.values():
-                keeper.drop_link("the head's term was raised; introducing it anew")
-            return "the head's term was raised; introducing it anew"
         if other is not None and other is not node:
             self._replace(other, node)
         self._fleet.rename(node, hello.identity)

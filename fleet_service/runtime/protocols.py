@@ -98,7 +98,10 @@ class NodeLink(Protocol):
 
     async def revoke(self, command: Revoke) -> Refusal | None: ...
 
-    async def renew_lease(self, lease_s: float) -> bool:
+    async def ping(self) -> None:
+        """Returns once the node has answered anything at all, which proves that it lives."""
+
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
         """False: no lease runs; what it covered is fenced. `lease_s` 0 ends it at once."""
 
     async def close(self) -> None:

@@ -11,8 +11,9 @@ import pytest
 from pydantic import SecretStr
 
 from fleet_service import config_sources
+from fleet_service.addresses import split_address
 from fleet_service.app import link_settings
-from fleet_service.config import FleetConfig, HeadConfig, split_address
+from fleet_service.config import FleetConfig, HeadConfig
 from fleet_service.config_sources import ConfigError, Loaded, leaf_fields, load, variable_of
 from fleet_service.links.plain import LinkSettings
 from fleet_service.runtime.settings import HeadSettings

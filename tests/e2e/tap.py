@@ -78,8 +78,11 @@ class _TappedLink:
     async def revoke(self, command: Revoke) -> Refusal | None:
         return await self._link.revoke(command)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        return await self._link.renew_lease(lease_s)
+    async def ping(self) -> None:
+        await self._link.ping()
+
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        return await self._link.renew_lease(lease_s, term)
 
     async def close(self) -> None:
         await self._link.close()

@@ -106,8 +106,11 @@ class SimLink:
     async def revoke(self, command: Revoke) -> Refusal | None:
         return await self._command(command)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        answer = await self._call(lambda: self._wire.process.renew(self._introduction, lease_s))
+    async def ping(self) -> None:
+        await self._call(lambda: True)
+
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        answer = await self._call(lambda: self._wire.process.renew(self._introduction, lease_s, term))
         assert isinstance(answer, bool)
         return answer
 
