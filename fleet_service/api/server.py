@@ -28,6 +28,7 @@ FLEET_SERVICE: str = fleet_service_pb2.DESCRIPTOR.services_by_name["FleetService
 ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
+_MAX_PENDING_CALLS = 100_000
 _CORE_LIMIT_FACTOR = 2
 """The library refuses what is over this many times our own limit, without a reason; what lies between gets
 REQUEST_TOO_LARGE."""
@@ -124,6 +125,9 @@ def _options(max_request_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", _CORE_LIMIT_FACTOR * max_request_bytes),
         ("grpc.max_send_message_length", -1),
+        # Beyond these gRPC cancels calls by itself, without a word; the head's own limits come first.
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         # Without this a frozen peer is noticed only after a minute, whatever keepalive says.

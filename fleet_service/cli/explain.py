@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "fleet explain --session chat-7",
-            "fleet explain --model stub --prompt-tokens 4000 --label zone=a",
+            "fleet explain --model demo --prompt-tokens 4000 --label zone=a",
         ),
     )(explain)
 

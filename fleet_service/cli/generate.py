@@ -51,10 +51,10 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         epilog=examples(
-            "fleet generate --model stub --tokens 1,2,3",
-            "fleet generate --model stub --tokens 1,2,3 --session chat-7 --extend",
+            "fleet generate --model demo --tokens 1,2,3",
+            "fleet generate --model demo --tokens 1,2,3 --session chat-7 --extend",
             "fleet generate --session chat-7 --tokens 4,5 --max-new 64 --json",
-            "seq 1 500 | fleet generate --model stub --tokens -",
+            "seq 1 500 | fleet generate --model demo --tokens -",
         ),
     )(generate)
 

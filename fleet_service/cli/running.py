@@ -79,12 +79,12 @@ def fail(text: str, code: int = FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
-def report(error: CallError, *, head: Head, as_json: bool) -> None:
-    """Print an error to standard error, for people or as one JSON object."""
+def report(error: CallError, *, head: Head, as_json: bool, advice: str = "") -> None:
+    """Print an error to standard error, for people or as one JSON object. `advice` knows better than ours."""
     if as_json:
         say(json.dumps({"error": _as_object(error)}, ensure_ascii=False), wrap=False)
         return
-    for line in _as_lines(error, head):
+    for line in _as_lines(error, head, advice):
         say(line)
 
 
@@ -129,7 +129,7 @@ def _own_reason(error: CallError) -> str:
     return "NO_ANSWER" if isinstance(error, NoAnswerError) else ""
 
 
-def _as_lines(error: CallError, head: Head) -> list[str]:
+def _as_lines(error: CallError, head: Head, advice: str) -> list[str]:
     cause = connection_cause(error.message)
     where = f"{head.flag} HOST:PORT, or FLEET_{head.flag[2:].replace('-', '_').upper()}"
     if isinstance(error, NoAnswerError):
@@ -152,10 +152,10 @@ def _as_lines(error: CallError, head: Head) -> list[str]:
             "  start one:    fleet serve --node HOST:PORT",
             f"  or say where: {where}",
         ]
-    return _refusal_lines(error)
+    return _refusal_lines(error, advice or advice_on(error.reason))
 
 
-def _refusal_lines(error: CallError) -> list[str]:
+def _refusal_lines(error: CallError, advice: str) -> list[str]:
     lines = [f"fleet: {facts_of(error.reason, error.message)} [{error.reason or error.code.name}]"]
     # What the message says already is not said again.
     lines += [f"  {name}: {text}" for name, text in error.violations if text not in error.message]
@@ -166,6 +166,6 @@ def _refusal_lines(error: CallError) -> list[str]:
         lines.append(f"  the head's log has more under {error.fault_id}")
     if error.retry_after_s is not None:
         lines.append(f"  try again in {error.retry_after_s:.3g} s")
-    if advice := error.advice or advice_on(error.reason):
+    if advice:
         lines.append(f"  what to do: {advice}")
     return lines

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 _N_BITS = 32
 _MAX_32 = (1 << _N_BITS) - 1
 
+CREDIBLE_TERMS_AHEAD = 366 * 86_400
+"""Terms are unix seconds: one more than a year ahead of the head's own clock is not taken from a node."""
+
 
 def make_epoch(term: int, n: int) -> int:
     """The epoch of binding `n` of `term`; both 0..2**32-1. ValueError beyond."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fleet_service.domain.commands import Refusal, RefusalCode
+from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, term_of
 from fleet_service.domain.errors import Reason
 from fleet_service.domain.events import ErrorCause, MoveCause
 
@@ -130,10 +131,14 @@ class Failure:
 
 
 def failure_of_refusal(refusal: Refusal, node: str, *, own_term: int) -> Failure:
-    """A node's refusal as a failure. A current epoch of a higher term means another head owns the session."""
+    """A node's refusal as a failure. A current epoch of a higher term means another head owns the session.
+
+    A term too far ahead of the head's own is not credible: then the node is at fault.
+    """
     kind = _OF_REFUSAL[refusal.code]
-    if kind is FailureClass.STALE_EPOCH and refusal.current_epoch >> 32 > own_term:
-        kind = FailureClass.OWNER_CHANGED
+    ahead = term_of(refusal.current_epoch) - own_term
+    if kind is FailureClass.STALE_EPOCH and ahead > 0:
+        kind = FailureClass.OWNER_CHANGED if ahead <= CREDIBLE_TERMS_AHEAD else FailureClass.NODE_FAULT
     return Failure(
         kind,
         node,

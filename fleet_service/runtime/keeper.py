@@ -139,9 +139,9 @@ class NodeKeeper:
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
-            if not isinstance(error, LinkError):
-                log.error("dial_failed", node=self._node.name, exc_info=error)
             why = str(error)
+            if not isinstance(error, LinkError) and why != self._node.state_detail:
+                log.error("dial_failed", node=self._node.name, exc_info=error)
             if self._node.state is not NodeState.DOWN or self._node.state_detail != why:
                 self._node.set_state(NodeState.DOWN, why)
                 log.warning("node_down", node=self._node.name, why=why)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from fleet_service.domain.commands import Introduction
-from fleet_service.domain.epochs import term_of
+from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, term_of
 from fleet_service.domain.failures import FailureClass
-from fleet_service.domain.node_types import NodeHello, NodeState
+from fleet_service.domain.node_types import NodeHello, NodeState, unacceptable
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.keeper import NodeKeeper
 from fleet_service.runtime.node import Node
@@ -22,9 +22,6 @@ log = structlog.get_logger(__name__)
 
 FIRST_TRY_S = 2.0
 """How long adding a node, or starting the head, waits for a first answer."""
-
-CREDIBLE_S = 366 * 86_400
-"""A term further ahead of this head's clock than this is not taken from a node."""
 
 FAREWELL_S = 2.0
 """How long stopping waits for the nodes to take what is owed."""
@@ -133,13 +130,18 @@ class Nodes:
         return Introduction(self._settings.fleet_id, self._settings.head_id, self._fleet.term)
 
     def _admit(self, node: Node, hello: NodeHello) -> str | None:
-        other = self._fleet.find(hello.identity)
+        unfit = unacceptable(hello)
+        if unfit is not None:
+            return f"the node is not taken in: {unfit}"
+        other = self._fleet.named(hello.identity)
+        if other is not None and other is not node and other.hello is None:
+            return f"identity {hello.identity} is the address of another node; give this one another identity"
         if other is not None and other is not node and other.link is not None:
             return (
                 f"identity {hello.identity} is in use by the node at {other.address}; "
                 "give this node another identity, or remove the other"
             )
-        if term_of(hello.highest_epoch) > self._wall_clock() + CREDIBLE_S:
+        if term_of(hello.highest_epoch) > self._wall_clock() + CREDIBLE_TERMS_AHEAD:
             return (
                 f"the node reports epoch {hello.highest_epoch}, of a term far in the future; "
                 "compare the clocks of the head and of the node's other heads, and restart the node"

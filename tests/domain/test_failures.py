@@ -136,5 +136,7 @@ def test_an_epoch_of_a_later_term_means_that_another_head_owns_the_session() -> 
     same = Refusal(RefusalCode.STALE_EPOCH, current_epoch=make_epoch(8, 7))
     assert failure_of_refusal(newer, "a", own_term=8).kind is FailureClass.OWNER_CHANGED
     assert failure_of_refusal(same, "a", own_term=8).kind is FailureClass.STALE_EPOCH
+    absurd = Refusal(RefusalCode.STALE_EPOCH, current_epoch=make_epoch(2**32 - 1, 1))
+    assert failure_of_refusal(absurd, "a", own_term=8).kind is FailureClass.NODE_FAULT
     owner_changed = Failure(FailureClass.OWNER_CHANGED, "a")
     assert _cause(AttemptBudget().after(owner_changed, 2)) is Reason.OWNER_CHANGED
