@@ -31,5 +31,5 @@ _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def connection_cause(details: str) -> str:
-    """The cause of an UNAVAILABLE that gRPC itself made, from its details; "" for a text that is not known."""
+    """The cause of an UNAVAILABLE that gRPC itself made, from its details; "" where that is not known."""
     return next((cause for pattern, cause in _CAUSES if pattern.search(details)), "")

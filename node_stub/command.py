@@ -91,7 +91,9 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
             help="Model to serve, with its window in tokens. llama: one, by default named for its file.",
         ),
     ] = None,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to serve on; port 0 picks one.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT to serve on; port 0 picks one.")
+    ] = f"127.0.0.1:{DEFAULT_PORT}",
     identity: Annotated[str, typer.Option(help="The node's stable name; empty = the host's.")] = "",
     fleet_id: Annotated[str, typer.Option(help="Serve heads of this fleet only; empty = any.")] = "",
     engine: Annotated[EngineKind, typer.Option(help="What generates the tokens.")] = EngineKind.STUB,

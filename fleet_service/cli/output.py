@@ -94,7 +94,9 @@ def _total(widths: dict[int, int]) -> int:
 def _line(columns: Sequence[Column], cells: Sequence[str], widths: dict[int, int]) -> str:
     parts = []
     for index, width in widths.items():
-        text = cells[index] if cell_len(cells[index]) <= width else set_cell_size(cells[index], width - 1) + "…"
+        text = (
+            cells[index] if cell_len(cells[index]) <= width else set_cell_size(cells[index], width - 1) + "…"
+        )
         blank = " " * (width - cell_len(text))
         parts.append(blank + text if columns[index].right else text + blank)
     return _GAP.join(parts).rstrip()

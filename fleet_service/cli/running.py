@@ -94,7 +94,7 @@ def advice_on(reason: str) -> str:
 
 
 def facts_of(reason: str, message: str) -> str:
-    """A refusal's message, without what it advises callers to do where the command line has its own advice."""
+    """A refusal's message; where the command line has advice of its own, without that to callers."""
     facts, _, _ = message.rpartition("; ")
     return facts if facts and reason in _ADVICE else message
 
@@ -134,9 +134,9 @@ def _as_lines(error: CallError, head: Head, advice: str) -> list[str]:
     where = f"{head.flag} HOST:PORT, or FLEET_{head.flag[2:].replace('-', '_').upper()}"
     if isinstance(error, NoAnswerError):
         longer = ", or wait longer with --timeout SECONDS" if head.timeout_flag else ""
+        waited = f"did not answer in {head.timeout_s:g} s"
         return [
-            f"fleet: the head at {head.address} did not answer in {head.timeout_s:g} s; "
-            "it may be busy or far away",
+            f"fleet: the head at {head.address} {waited}; it may be busy or far away",
             f"  try again{longer}",
         ]
     foreign = isinstance(error, UnreachableError) and cause == NOT_GRPC

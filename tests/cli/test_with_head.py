@@ -33,7 +33,7 @@ from node_stub.reference import StubModel, reference_tokens
 from tests.cli.conftest import Ended
 
 SLOW_RATE = 40
-MODEL = StubModel(name="stub")
+MODEL = StubModel(name="demo")
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -118,13 +118,13 @@ def whole(seconds: float, prompt: list[int]) -> CompleteRequest:
 
 
 async def test_generate_gives_exactly_the_models_answer(real: RealFleet) -> None:
-    ended = await real.fleet("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "20")
+    ended = await real.fleet("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "20")
     assert ended.code == 0
     assert [int(token) for token in ended.out.split()] == expected([1, 2, 3], 20)
 
 
 async def test_a_session_goes_on_over_several_commands(real: RealFleet) -> None:
-    arguments = ("generate", "--session", "s1", "--model", "stub", "--max-new", "5", "--extend")
+    arguments = ("generate", "--session", "s1", "--model", "demo", "--max-new", "5", "--extend")
     first = await real.fleet(*arguments, "--tokens", "1,2,3")
     second = await real.fleet(*arguments, "--tokens", "4")
     answer = expected([1, 2, 3], 5)
@@ -140,7 +140,7 @@ async def test_a_session_goes_on_over_several_commands(real: RealFleet) -> None:
 
 async def test_generate_survives_the_death_of_its_node(real: RealFleet) -> None:
     process = await real.start_fleet(
-        *("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "80", "--json")
+        *("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "80", "--json")
     )
     assert process.stdout is not None
     events = []
@@ -159,7 +159,7 @@ async def test_generate_survives_the_death_of_its_node(real: RealFleet) -> None:
 
 
 async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
-    process = await real.start_fleet("generate", "--model", "stub", "--tokens", "1", "--max-new", "4000")
+    process = await real.start_fleet("generate", "--model", "demo", "--tokens", "1", "--max-new", "4000")
     assert process.stdout is not None
     await process.stdout.readexactly(1)
     process.send_signal(signal.SIGINT)
@@ -172,16 +172,16 @@ async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
 async def test_a_cordoned_node_is_explained_and_gets_no_work(real: RealFleet) -> None:
     cordoned = await real.fleet("cordon", "a", "--note", "new driver", "--json")
     assert json.loads(cordoned.out)["cordon_note"] == "new driver"
-    explained = await real.fleet("explain", "--model", "stub", "--prompt-tokens", "3")
+    explained = await real.fleet("explain", "--model", "demo", "--prompt-tokens", "3")
     assert "it would go to b" in explained.out
     assert "left out: cordoned" in explained.out
     await real.fleet("cordon", "b")
-    refused = await real.fleet("generate", "--model", "stub", "--tokens", "1")
+    refused = await real.fleet("generate", "--model", "demo", "--tokens", "1")
     assert (refused.code, refused.out) == (1, "")
     assert "[NO_ELIGIBLE_NODE]" in refused.err
     assert "try again in" in refused.err
     assert (await real.fleet("uncordon", "b")).code == 0
-    assert (await real.fleet("generate", "--model", "stub", "--tokens", "1", "--max-new", "2")).code == 0
+    assert (await real.fleet("generate", "--model", "demo", "--tokens", "1", "--max-new", "2")).code == 0
 
 
 async def test_nodes_are_removed_added_and_probed(real: RealFleet) -> None:

@@ -7,23 +7,18 @@ from collections.abc import Awaitable, Callable
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import (
+from tests.e2e.callers import (
     Answer,
-    HeadServer,
-    NodeProcess,
     Reading,
-    World,
     complete,
     context_of,
-    expected,
     generate,
     open_session,
     open_session_on,
     pb_reason,
-    prompt,
     read_all,
-    until,
 )
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt, until
 from tests.e2e.refused import refusal_of
 
 CANCELLED = pb.CancelGenerationResponse.OUTCOME_CANCELLED

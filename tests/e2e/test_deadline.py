@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.e2e.harness import (
-    Answer,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Answer, Reading, complete, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt
 
 
 def check_in_time(answer: Answer, wall_ms: int, tokens: int | None = None) -> None:

@@ -9,18 +9,8 @@ from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.types_pb2 import TokenSequence
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
-    Answer,
-    NodeProcess,
-    Reading,
-    World,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Answer, Reading, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import NodeProcess, World, expected, prompt
 
 MODEL = StubModel("eos-model", eos_per_mille=40)
 FLAGS = ("--eos-per-mille", "40", "--lanes", "16")

@@ -6,20 +6,8 @@ import asyncio
 
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.admin_service_pb2 import GetNodeRequest, NodeState
-from tests.e2e.harness import (
-    Answer,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Answer, Reading, complete, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt
 
 SLOW = ("--decode-rate", "50")
 SILENCE_S = 1.5

@@ -10,22 +10,17 @@ from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.types_pb2 import SamplingParams
 from node_stub.reference import reference_tokens
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    NodeProcess,
+from tests.e2e.callers import (
     Reading,
-    World,
     context_of,
     cordon,
-    expected,
     generate,
     open_session,
     open_session_on,
-    prompt,
     read_all,
     uncordon,
 )
+from tests.e2e.harness import MODEL, HeadServer, NodeProcess, World, expected, prompt
 
 N = 40
 DIES = ("--fault", "after-tokens=17:die")

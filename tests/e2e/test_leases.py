@@ -5,18 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import (
-    PATIENCE_S,
-    HeadServer,
-    NodeProcess,
-    World,
-    expected,
-    generate,
-    open_session,
-    prompt,
-    read_all,
-    until,
-)
+from tests.e2e.callers import generate, open_session, read_all
+from tests.e2e.harness import PATIENCE_S, HeadServer, NodeProcess, World, expected, prompt, until
 from tests.e2e.local_nodes import local_node
 
 NEVER_S = 1000.0

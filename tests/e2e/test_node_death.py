@@ -10,23 +10,18 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
+from tests.e2e.callers import (
     Answer,
-    HeadServer,
-    NodeProcess,
     Reading,
-    World,
     complete,
     context_of,
     cordon,
-    expected,
     generate,
     open_session_on,
-    prompt,
     read_all,
     uncordon,
-    until,
 )
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt, until
 
 N = 40
 """Tokens of an answer here."""

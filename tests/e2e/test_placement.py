@@ -12,22 +12,8 @@ from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1 import types_pb2
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    cordon,
-    expected,
-    generate,
-    open_session,
-    prompt,
-    read_all,
-    uncordon,
-    until,
-)
+from tests.e2e.callers import Reading, complete, cordon, generate, open_session, read_all, uncordon
+from tests.e2e.harness import MODEL, HeadServer, NodeProcess, World, expected, prompt, until
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
 

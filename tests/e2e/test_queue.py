@@ -8,22 +8,8 @@ from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1 import types_pb2
 from node_stub.rules import Limits
-from tests.e2e.harness import (
-    Answer,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    cordon,
-    expected,
-    generate,
-    open_session,
-    prompt,
-    read_all,
-    uncordon,
-    until,
-)
+from tests.e2e.callers import Answer, Reading, complete, cordon, generate, open_session, read_all, uncordon
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt, until
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
 

@@ -8,19 +8,8 @@ import pytest
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    Reading,
-    World,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-    until,
-)
+from tests.e2e.callers import Reading, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt, until
 from tests.e2e.local_nodes import LocalNode, local_node
 from tests.e2e.refused import refusal_of
 

@@ -18,7 +18,8 @@ from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from fleet_service.app import Addresses, StopRequest, serve
 from fleet_service.config import FleetConfig, ListenConfig, LogConfig
-from tests.e2e.harness import MODEL, PATIENCE_S, NodeProcess, Reading, World, expected, prompt, read_all
+from tests.e2e.callers import Reading, read_all
+from tests.e2e.harness import MODEL, PATIENCE_S, NodeProcess, World, expected, prompt
 from tests.e2e.refused import refusal_of
 
 if TYPE_CHECKING:

@@ -170,7 +170,9 @@ async def test_a_peer_of_another_protocol_is_refused_with_what_to_check(greeting
 
 async def test_a_peer_that_hangs_up_is_lost_with_a_hint_at_tls() -> None:
     async with raw_server(b"") as address:
-        with pytest.raises(LinkLostError, match="the connection was closed at once, as a node with TLS does$"):
+        with pytest.raises(
+            LinkLostError, match=r"the connection was closed at once, as a node with TLS does$"
+        ):
             await PlainDialer(PATIENT).connect(address, INTRODUCTION, RecordingListener())
 
 

@@ -407,4 +407,6 @@ async def test_a_node_that_slept_over_its_lease_says_nothing_more_of_the_run() -
         sent = node.journal(kind="generate")[0].tokens_sent
         await collect(call, stream)
         assert stream.refusal.code == pb.REFUSAL_CODE_FENCED
-        assert stream.tokens == node.reference(PROMPT, sent)
+        # What was being written just then may still arrive; nothing of the 10,000 after it.
+        assert sent <= len(stream.tokens) <= sent + 1
+        assert stream.tokens == node.reference(PROMPT, len(stream.tokens))

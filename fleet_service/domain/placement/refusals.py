@@ -79,7 +79,7 @@ def _unplaceable(demand: Demand, known: int) -> FleetError:
     wanted = ", ".join(f"{key}={value}" for key, value in sorted(demand.selector.items()))
     return FleetError(
         Reason.MODEL_UNPLACEABLE,
-        f"of {_nodes(known)} with model {demand.model} none carries the labels {wanted}; "
+        f"model {demand.model} is served by {_nodes(known)}, none with the labels {wanted}; "
         "change the node selector, or add such a node",
         metadata={"model": demand.model, "knownNodes": str(known), "nodeSelector": wanted},
         resource=("fleet.v1.Model", f"models/{demand.model}"),
@@ -93,8 +93,8 @@ def _too_long(nodes: list[Candidate], demand: Demand) -> FleetError:
     remedy = "truncate" if demand.state_dependent else "shorten"
     return FleetError(
         Reason.CONTEXT_TOO_LONG,
-        f"{what} has {demand.prompt_tokens} tokens, more than the widest window of model {demand.model}, "
-        f"{widest} tokens; {remedy} it",
+        f"{what} has {demand.prompt_tokens} tokens, but the widest window of model {demand.model} has "
+        f"{widest}; {remedy} it",
         metadata={
             "model": demand.model,
             "promptTokens": str(demand.prompt_tokens),
