@@ -15,8 +15,7 @@ from fleet.v1.admin_service_pb2 import (
 from fleet.v1.fleet_service_pb2 import SessionSpec
 from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples, parse_labels
 from fleet_service.cli.output import Column, duration, plain, print_json, print_table, tell
-from fleet_service.cli.running import Head, advice_on, closest, facts_of, run
-from fleet_service.client import FleetClient
+from fleet_service.cli.running import UNKNOWN_MODEL, Head, advice_on, closest, facts_of, run
 
 _COLUMNS = (
     Column("NODE"),
@@ -79,19 +78,16 @@ def explain(
     async def work() -> None:
         async with head.client() as client:
             reply = await client.ask(client.admin.ExplainPlacement(request, timeout=timeout))
-            unknown = reply.refusal_reason == "MODEL_NOT_FOUND" and not as_json
-            advice = await _closest(client, model, timeout) if unknown else advice_on(reply.refusal_reason)
+            advice = ""
+            if model and reply.refusal_reason in UNKNOWN_MODEL:
+                listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout))
+                advice = closest(model, [each.name for node in listed.nodes for each in node.models])
         if as_json:
             print_json(plain(reply))
         else:
-            _show(reply, advice)
+            _show(reply, advice or advice_on(reply.refusal_reason))
 
     run(work(), head=head, as_json=as_json)
-
-
-async def _closest(client: FleetClient, model: str, timeout_s: float) -> str:
-    listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout_s))
-    return closest(model, (each.name for node in listed.nodes for each in node.models))
 
 
 def _show(reply: ExplainPlacementResponse, advice: str) -> None:
@@ -102,8 +98,9 @@ def _show(reply: ExplainPlacementResponse, advice: str) -> None:
         tell(f"{reply.policy}: it would go nowhere: {facts} [{reply.refusal_reason}]")
         if advice:
             tell(f"  what to do: {advice}")
-    print_table(_COLUMNS, [_row(verdict) for verdict in reply.verdicts])
-    if any(not verdict.decode_reported or not verdict.prefill_reported for verdict in reply.verdicts):
+    rows = [_row(verdict) for verdict in reply.verdicts]
+    print_table(_COLUMNS, rows)
+    if any(cell.startswith("~") for row in rows for cell in row):
         tell("~ a stand-in: the node has not reported that rate yet")
 
 
@@ -113,8 +110,8 @@ def _row(verdict: NodeVerdict) -> tuple[str, ...]:
         "eligible" if verdict.eligible else f"left out: {verdict.left_out}",
         duration(verdict.eta_ms) if verdict.eligible and verdict.HasField("eta_ms") else "-",
         str(verdict.ahead),
-        _rate(verdict.decode_tokens_per_s, reported=verdict.decode_reported),
-        _rate(verdict.prefill_tokens_per_s, reported=verdict.prefill_reported),
+        _rate(verdict, verdict.decode_tokens_per_s, reported=verdict.decode_reported),
+        _rate(verdict, verdict.prefill_tokens_per_s, reported=verdict.prefill_reported),
         f"{verdict.kv_used_pct} %" if verdict.HasField("kv_used_pct") else "-",
         str(verdict.sessions),
         str(verdict.reservations),
@@ -123,5 +120,7 @@ def _row(verdict: NodeVerdict) -> tuple[str, ...]:
     )
 
 
-def _rate(tokens_per_s: int, *, reported: bool) -> str:
-    return f"{'' if reported else '~'}{tokens_per_s}/s"
+def _rate(verdict: NodeVerdict, tokens_per_s: int, *, reported: bool) -> str:
+    if reported:
+        return f"{tokens_per_s}/s"
+    return f"~{tokens_per_s}/s" if verdict.eligible else "-"

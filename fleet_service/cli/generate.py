@@ -37,7 +37,7 @@ from fleet_service.cli.options import (
     parse_tokens,
 )
 from fleet_service.cli.output import count, duration, enum_name, plain, print_json, say, terminal_width
-from fleet_service.cli.running import FAILED, Head, closest, report, run
+from fleet_service.cli.running import FAILED, UNKNOWN_MODEL, Head, closest, report, run
 from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient, Reattached
 
 _WHOLE_ANSWERS = (
@@ -162,9 +162,7 @@ async def _generate(order: _Order, head: Head, *, as_json: bool) -> int:
                 async for event in events:
                     printer.take(event)
         except CallError as error:
-            if error.reason != "MODEL_NOT_FOUND":
-                raise
-            report(error, head=head, as_json=as_json, advice=await _closest(client, order.spec.model))
+            report(error, head=head, as_json=as_json, advice=await _advice(client, error, order.spec.model))
             return FAILED
         except asyncio.CancelledError:
             await _cancel(client, order.generation_id, printer)
@@ -172,9 +170,15 @@ async def _generate(order: _Order, head: Head, *, as_json: bool) -> int:
         return printer.exit_code
 
 
-async def _closest(client: FleetClient, model: str) -> str:
-    listed = await client.ask(client.fleet.ListModels(ListModelsRequest(), timeout=TIMEOUT_S))
-    return closest(model, (each.model.name for each in listed.models))
+async def _advice(client: FleetClient, error: CallError, model: str) -> str:
+    """What helps where the model asked for may not be there at all; "" for any other error."""
+    if not model or error.reason not in UNKNOWN_MODEL:
+        return ""
+    try:
+        listed = await client.ask(client.fleet.ListModels(ListModelsRequest(), timeout=TIMEOUT_S))
+    except CallError:
+        return ""  # the first error is the one to tell of
+    return closest(model, [each.model.name for each in listed.models])
 
 
 async def _prepare_session(client: FleetClient, order: _Order) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -17,6 +17,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.cells import cell_len, set_cell_size
 
 _GAP = "  "
+# Of a terminal that does not say.
+_USUAL_WIDTH = 80
 # A cell that may be shortened keeps this many characters.
 _SHORTEST_CELL = 12
 
@@ -104,7 +106,9 @@ def _line(columns: Sequence[Column], cells: Sequence[str], widths: dict[int, int
 
 def terminal_width(stream: TextIO) -> int | None:
     """Columns of the terminal that `stream` is; None when it is none."""
-    return shutil.get_terminal_size().columns if stream.isatty() else None
+    if not stream.isatty():
+        return None
+    return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
 
 
 def say(text: str, *, wrap: bool = True) -> None:

@@ -19,6 +19,9 @@ from fleet_service.grpc_causes import NOT_GRPC, connection_cause
 
 FAILED = 1
 WRONG_USE = 2
+# Refusals behind which a model may be that no node serves: as long as one node has never been up, the head
+# cannot be sure of it.
+UNKNOWN_MODEL = ("MODEL_NOT_FOUND", "NO_ELIGIBLE_NODE")
 _NAMES_TOLD = 5
 
 # What to do about a refusal, by its reason, at a command line; it stands for what the message says of that
@@ -100,12 +103,14 @@ def facts_of(reason: str, message: str) -> str:
 
 
 def closest(name: str, served: Iterable[str]) -> str:
-    """Advice on a model that no node serves: the one that was meant, or all there are."""
+    """Advice on a model that no node serves: the one meant, or all there are; "" when it is served."""
     names = sorted(set(served))
+    if name in names:
+        return ""
     if close := difflib.get_close_matches(name, names, n=1):
         return f"did you mean {close[0]}?"
     if not names:
-        return "no node is up, or none serves a model: see `fleet nodes`"
+        return "no node has been up yet: see `fleet nodes`"
     more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
     return f"ask for one that is served: {', '.join(names[:_NAMES_TOLD])}{more}"
 

@@ -337,9 +337,10 @@ class Attempt:
 
     def _failure_of(self, refusal: Refusal) -> Failure:
         failure = failure_of_refusal(refusal, self.node.name, own_term=self._context.own_term())
-        needed = self.generation.context_tokens + self.generation.log.received
-        if failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.window_tokens >= needed:
-            detail = f"{needed} tokens were refused by a window of {failure.window_tokens}"
+        generation = self.generation
+        most = generation.context_tokens + generation.log.received + generation.rules.remaining
+        if failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.window_tokens >= most:
+            detail = f"at most {most} tokens were refused by a window of {failure.window_tokens}"
             return self._failure(FailureClass.NODE_FAULT, detail)
         return failure
 

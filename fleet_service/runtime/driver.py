@@ -154,7 +154,8 @@ class Driver:
     def _tell_node(self, node: Node, failure: Failure) -> None:
         if failure.rule.counts_against_node and failure.kind is not FailureClass.LINK_LOST:
             node.count_failure(failure.kind)  # a lost link was counted once, by its keeper
-        if failure.kind is FailureClass.BUSY:
+        if failure.kind in (FailureClass.BUSY, FailureClass.NO_ANSWER):
+            # Without the pause, the only node there is would be asked again at once, and for ever.
             backoff_s = failure.retry_after_s or self._context.settings.busy_backoff_s
             node.busy_until_s = self._context.loop.time() + backoff_s
 

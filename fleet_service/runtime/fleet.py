@@ -72,10 +72,11 @@ class Fleet:
 
     def find(self, ref: str) -> Node | None:
         """The node of that name or address."""
-        node = self._nodes.get(ref)
-        if node is not None:
-            return node
-        return next((node for node in self._nodes.values() if node.address == ref), None)
+        return self._nodes.get(ref) or self.at(ref)
+
+    def at(self, address: str) -> Node | None:
+        """The node dialed at that address."""
+        return next((node for node in self._nodes.values() if node.address == address), None)
 
     def named(self, name: str) -> Node | None:
         """The node of that name."""

@@ -133,9 +133,13 @@ class Nodes:
         unfit = unacceptable(hello)
         if unfit is not None:
             return f"the node is not taken in: {unfit}"
+        resident = self._fleet.at(hello.identity)
+        if resident is not None and resident is not node:
+            return (
+                f"identity {hello.identity} is the address of another node; "
+                "give this one another identity, or remove the other"
+            )
         other = self._fleet.named(hello.identity)
-        if other is not None and other is not node and other.hello is None:
-            return f"identity {hello.identity} is the address of another node; give this one another identity"
         if other is not None and other is not node and other.link is not None:
             return (
                 f"identity {hello.identity} is in use by the node at {other.address}; "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from asyncio import timeout
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -43,25 +44,34 @@ async def received(
 async def far_away(address: str, one_way_s: float) -> AsyncIterator[str]:
     """The same listener behind a line that takes this long each way."""
     host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pump(source: socket.socket, target: socket.socket) -> None:
         with suppress(ConnectionError):
-            while data := await reader.read(65_536):
+            while data := await loop.sock_recv(source, 65_536):
                 await asyncio.sleep(one_way_s)
-                writer.write(data)
-        writer.close()
+                await loop.sock_sendall(target, data)
+            target.shutdown(socket.SHUT_WR)
 
-    lines: set[asyncio.Task[None]] = set()
+    async def accept(listening: socket.socket) -> None:
+        while True:
+            near, _ = await loop.sock_accept(listening)
+            far = sockets.enter_context(socket.socket())
+            far.setblocking(False)
+            sockets.enter_context(near)
+            await loop.sock_connect(far, (host, int(port)))
+            tasks.append(asyncio.create_task(pump(near, far)))
+            tasks.append(asyncio.create_task(pump(far, near)))
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind_reader, behind_writer = await asyncio.open_connection(host, int(port))
-        lines.add(asyncio.create_task(pump(reader, behind_writer)))
-        lines.add(asyncio.create_task(pump(behind_reader, writer)))
-
-    async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        # The client has hung up, so both ways come to their end.
-        await asyncio.gather(*lines)
+    with ExitStack() as sockets:
+        listening = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listening.setblocking(False)
+        tasks.append(asyncio.create_task(accept(listening)))
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def ids(events: list[GenerationEvent]) -> list[int]:

@@ -447,7 +447,25 @@ async def test_a_model_that_nobody_serves_brings_the_one_that_was_meant(
     )
     assert "what to do: ask for one that is served: llama, phi" in (await fleet(*ask)).err
     head.replies["ListModels"] = fleet_pb2.ListModelsResponse()
-    assert "what to do: no node is up" in (await fleet(*ask)).err
+    assert "what to do: no node has been up yet: see `fleet nodes`" in (await fleet(*ask)).err
+
+
+async def test_a_misspelt_model_is_told_even_while_a_node_that_may_serve_it_is_down(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    message = "no node can take model dmeo now (1 down); retry shortly"
+    refused = Refuse(code_pb2.UNAVAILABLE, message, reason="NO_ELIGIBLE_NODE", metadata={"model": "dmeo"})
+    head.streams = [[refused], [refused], [refused]]
+    head.replies["ListModels"] = fleet_pb2.ListModelsResponse(
+        models=[fleet_pb2.ModelSummary(model=Model(name="demo"))]
+    )
+    ended = await fleet("generate", "--model", "dmeo", "--tokens", "1")
+    assert ended.err.splitlines()[-1] == "  what to do: did you mean demo?"
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1")
+    assert ended.err.splitlines()[-1] == "  what to do: see why with `fleet nodes` and `fleet explain`"
+    head.replies["ListModels"] = refused
+    ended = await fleet("generate", "--model", "dmeo", "--tokens", "1")
+    assert ended.err.splitlines()[-1] == "  what to do: see why with `fleet nodes` and `fleet explain`"
 
 
 async def test_explain_brings_the_model_that_was_meant(head: ScriptedHead, fleet: Fleet) -> None:
