@@ -18,11 +18,20 @@ from dataclasses import dataclass
 import structlog
 
 from fleet_service import __version__
+from fleet_service.addresses import split_address
 from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
-from fleet_service.api.server import EdgeParts, Listener, ListenError, callers_listener, operators_listener
+from fleet_service.api.server import (
+    EdgeParts,
+    Listener,
+    ListenError,
+    callers_listener,
+    join_listener,
+    operators_listener,
+)
 from fleet_service.api.validate import Limits
-from fleet_service.config import FleetConfig, split_address
-from fleet_service.links.plain import PlainDialer
+from fleet_service.config import FleetConfig
+from fleet_service.links.dialer import FleetDialer
+from fleet_service.links.join import JoinDoor
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver, NullObserver
@@ -46,6 +55,8 @@ class Addresses:
 
     callers: str
     admin: str
+    join: str = ""
+    """Empty: no node may dial in."""
 
 
 class StopRequest:
@@ -87,7 +98,8 @@ async def _serve_until_signal(config: FleetConfig, announce: Callable[[str], Non
         loop.add_signal_handler(number, stop.ask)
 
     def ready(where: Addresses) -> None:
-        announce(f"fleet: serving callers on {where.callers}, admin on {where.admin}")
+        joining = f", joining nodes on {where.join}" if where.join else ""
+        announce(f"fleet: serving callers on {where.callers}, admin on {where.admin}{joining}")
 
     await serve(config, ready=ready, stop=stop)
 
@@ -102,28 +114,29 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
         rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config))
         head = Head(
             config.head.runtime_settings(),
-            dialer=PlainDialer(link_settings(config)),
+            dialer=FleetDialer(link_settings(config)),
             rng=random.Random(),
             wall_clock=time.time,
             observer=fleet_observer,
         )
-        callers, admin = _listeners(config, head, rpc_observer)
+        callers, admin, joining = _listeners(config, head, rpc_observer)
+        listeners = [callers, admin, *([joining] if joining else [])]
         # However this ends: nothing is left open. After an orderly end there is nothing left to do for them.
         parts.push_async_callback(head.stop, 0.0)
-        parts.push_async_callback(callers.stop, 0.0)
-        parts.push_async_callback(admin.stop, 0.0)
+        for listener in listeners:
+            parts.push_async_callback(listener.stop, 0.0)
         await head.start(config.nodes)
         callers.set_serving(head.ready)
-        await callers.start()
-        await admin.start()
+        for listener in listeners:
+            await listener.start()
         async with asyncio.TaskGroup() as tasks:
             health = tasks.create_task(_tell_health(head, callers))
-            where = _addresses(config, callers, admin)
+            where = _addresses(config, callers, admin, joining)
             _log.info("serving", callers=where.callers, admin=where.admin, nodes=list(config.nodes))
             ready(where)
             await stop.asked.wait()
             health.cancel()
-            await _shut_down(head, [callers, admin], config.shutdown_grace_s, stop)
+            await _shut_down(head, listeners, config.shutdown_grace_s, stop)
 
 
 def link_settings(config: FleetConfig) -> LinkSettings:
@@ -161,7 +174,10 @@ async def _observers(config: FleetConfig) -> AsyncIterator[tuple[RpcObserver, Fl
         await tracing.close()
 
 
-def _listeners(config: FleetConfig, head: Head, observer: RpcObserver) -> tuple[Listener, Listener]:
+def _listeners(
+    config: FleetConfig, head: Head, observer: RpcObserver
+) -> tuple[Listener, Listener, Listener | None]:
+    """Callers', operators', and, where wanted, that of joining nodes."""
     rng = random.Random()
     parts = EdgeParts(
         log=structlog.get_logger("fleet_service.api"),
@@ -176,16 +192,27 @@ def _listeners(config: FleetConfig, head: Head, observer: RpcObserver) -> tuple[
         reflection=config.listen.reflection,
     )
     try:
-        return (
-            callers_listener(head, parts, config.listen.callers),
-            operators_listener(head.operators, parts, config.listen.admin),
-        )
+        callers = callers_listener(head, parts, config.listen.callers)
     except ListenError as error:
-        raise StartError(str(error)) from error
+        raise StartError(f"{error}; choose another with --listen (setting listen.callers)") from error
+    try:
+        admin = operators_listener(head.operators, parts, config.listen.admin)
+    except ListenError as error:
+        raise StartError(f"{error}; choose another with --admin-listen (setting listen.admin)") from error
+    if not config.listen.join:
+        return callers, admin, None
+    door = JoinDoor(head.nodes.desk, head.nodes.introduction, link_settings(config))
+    try:
+        return callers, admin, join_listener(door, parts, config.listen.join)
+    except ListenError as error:
+        raise StartError(f"{error}; choose another with --join-listen (setting listen.join)") from error
 
 
-def _addresses(config: FleetConfig, callers: Listener, admin: Listener) -> Addresses:
+def _addresses(
+    config: FleetConfig, callers: Listener, admin: Listener, joining: Listener | None
+) -> Addresses:
     return Addresses(
+        join=f"{split_address(config.listen.join)[0]}:{joining.port}" if joining else "",
         callers=f"{split_address(config.listen.callers)[0]}:{callers.port}",
         admin=f"{split_address(config.listen.admin)[0]}:{admin.port}",
     )

@@ -25,24 +25,18 @@ from fleet.v1.fleet_service_pb2 import (
     GenerateRequest,
     GenerationEvent,
 )
+from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT
+from fleet_service.grpc_causes import NO_ANSWER, connection_cause
 
-DEFAULT_CALLERS_ADDRESS = "127.0.0.1:8455"
-DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8456"
+DEFAULT_CALLERS_ADDRESS = f"127.0.0.1:{CALLERS_PORT}"
+DEFAULT_ADMIN_ADDRESS = f"127.0.0.1:{ADMIN_PORT}"
 ERROR_DOMAIN = "fleet.v1"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 # A generation outlives a lost connection only when its request says so: a grace that re-attaching fits into.
 REATTACH_GRACE_MS = 10_000
 
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-)
+CONNECT_TIMEOUT_S = 10.0
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 _T = TypeVar("_T")
@@ -75,7 +69,11 @@ class CallError(Exception):
 
 
 class UnreachableError(CallError):
-    """No head answered at the address."""
+    """No head is at the address: nothing listens there, or the way to it is broken. Told at once."""
+
+
+class NoAnswerError(CallError):
+    """The address took until the timeout and said nothing: a head may be there, busy or far away."""
 
 
 def decode_error(error: grpc.aio.AioRpcError) -> CallError:
@@ -141,6 +139,7 @@ class FleetClient:
         address: str = DEFAULT_CALLERS_ADDRESS,
         admin_address: str = DEFAULT_ADMIN_ADDRESS,
         *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
         reattach_s: float = REATTACH_GRACE_MS / 1000,
         rng: random.Random | None = None,
     ) -> None:
@@ -149,8 +148,9 @@ class FleetClient:
         self.admin_address = admin_address
         self._reattach_s = reattach_s
         self._rng = rng or random.Random()
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._admin_channel = grpc.aio.insecure_channel(admin_address, options=_CHANNEL_OPTIONS)
+        options = _channel_options(connect_timeout_s)
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._admin_channel = grpc.aio.insecure_channel(admin_address, options=options)
         self.fleet: fleet_service_pb2_grpc.FleetServiceAsyncStub = fleet_service_pb2_grpc.FleetServiceStub(
             self._channel
         )
@@ -168,7 +168,10 @@ class FleetClient:
         await self._admin_channel.close()
 
     async def ask(self, call: Awaitable[_T]) -> _T:
-        """Await a unary call of `fleet` or `admin`; raises CallError, UnreachableError if nothing answers."""
+        """Await a unary call of `fleet` or `admin`.
+
+        Raises CallError: UnreachableError where nothing listens, NoAnswerError at the timeout.
+        """
         try:
             return await call
         except grpc.aio.AioRpcError as error:
@@ -248,8 +251,26 @@ class FleetClient:
             call = self._attach(generation_id, next_index)
 
 
+def _channel_options(connect_timeout_s: float) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", 15_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        # gRPC gives each attempt to connect this long: it is the connect timeout, not a wait before the next.
+        ("grpc.min_reconnect_backoff_ms", max(1, round(connect_timeout_s * 1000))),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+
+
 def _outcome(error: CallError) -> CallError:
-    """Tell an address where nothing answers from an error of a head."""
-    if error.reason or error.code is not grpc.StatusCode.UNAVAILABLE:
+    """Tell an address where nothing listens, and one that does not answer, from an error of a head."""
+    if error.reason:
         return error
-    return UnreachableError(error.code, error.message)
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return NoAnswerError(error.code, error.message)
+    if error.code is not grpc.StatusCode.UNAVAILABLE:
+        return error
+    kind = NoAnswerError if connection_cause(error.message) == NO_ANSWER else UnreachableError
+    return kind(error.code, error.message)

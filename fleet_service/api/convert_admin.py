@@ -103,6 +103,8 @@ def verdict_message(verdict: Verdict) -> admin.NodeVerdict:
         reservations=verdict.reservations,
         max_context_tokens=verdict.max_context_tokens,
         report_age_ms=verdict.report_age_ms,
+        decode_reported=verdict.decode_reported,
+        prefill_reported=verdict.prefill_reported,
     )
 
 

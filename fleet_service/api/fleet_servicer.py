@@ -6,8 +6,9 @@ leaves shows up as a cancellation at any await, or as an error of the write unde
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fleet.v1 import fleet_service_pb2 as fleet
@@ -18,6 +19,7 @@ from fleet_service.api.facade import Call, CallersHead, Generation
 from fleet_service.domain.events import Event, Finished, Moved, Tokens
 
 _DEFAULT_PAGE_SIZE = 100
+_COPIED_AT_ONCE = 32_768
 
 ResponseT = TypeVar(
     "ResponseT", fleet.GenerateResponse, fleet.CompleteResponse, fleet.AttachGenerationResponse
@@ -30,6 +32,7 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
     def __init__(self, head: CallersHead, limits: validate.Limits) -> None:
         self._head = head
         self._limits = limits
+        self._copying = asyncio.Lock()
 
     # Sessions
 
@@ -51,8 +54,16 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             session=convert.session_message(self._head.get_session(request.session_id))
         )
         if request.include_token_ids:
-            reply.token_ids.extend(self._head.context_of(request.session_id))
+            await self._copy(self._head.context_of(request.session_id), reply)
         return reply
+
+    async def _copy(self, token_ids: Sequence[int], reply: fleet.GetSessionResponse) -> None:
+        """Millions of ids take long to copy: in parts and one reply at a time, others have their turn."""
+        async with self._copying:
+            for start in range(0, len(token_ids), _COPIED_AT_ONCE):
+                if start:
+                    await asyncio.sleep(0)
+                reply.token_ids.extend(token_ids[start : start + _COPIED_AT_ONCE])
 
     async def ListSessions(
         self, request: fleet.ListSessionsRequest, context: object

@@ -23,6 +23,8 @@ from fleet_service.domain.errors import FleetError, invalid
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# A caller counts its deadline from when it sent the call, so it hangs up a little before ours passes.
+_ON_THE_WAY_S = 0.1
 
 Metadata = Sequence[tuple[str, str | bytes]]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -227,7 +229,7 @@ class ServedCall:
     def gone(self) -> None:
         """The caller left, or its deadline passed."""
         remaining_s: float | None = self._context.time_remaining()  # None without a deadline
-        code = "CANCELLED" if remaining_s is None or remaining_s > 0.0 else "DEADLINE_EXCEEDED"
+        code = "CANCELLED" if remaining_s is None or remaining_s > _ON_THE_WAY_S else "DEADLINE_EXCEEDED"
         self._trace.ended(code, "")
         self._log.info("caller gone", code=code, took_s=self._took_s())
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import structlog
@@ -25,6 +29,7 @@ FLEET_SERVICE: str = fleet_service_pb2.DESCRIPTOR.services_by_name["FleetService
 ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
+_MAX_PENDING_CALLS = 100_000
 _CORE_LIMIT_FACTOR = 2
 """The library refuses what is over this many times our own limit, without a reason; what lies between gets
 REQUEST_TOO_LARGE."""
@@ -38,10 +43,15 @@ _JOIN_OPTIONS = {
 }
 _MAX_JOIN_CALLS = 16_384
 """A fuse far above what a head can serve; the limits that speak are those of the door."""
+_BIND_ERRORS = {
+    errno.EADDRINUSE: "the port is in use",
+    errno.EADDRNOTAVAIL: "the address is none of this machine's",
+    errno.EACCES: "the system does not allow that port",
+}
 
 
 class ListenError(Exception):
-    """A listener could not be opened; the text says what to change."""
+    """A listener could not be opened; the text says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,9 @@ def _options(max_request_bytes: int) -> dict[str, int]:
         "grpc.so_reuseport": 0,
         "grpc.max_receive_message_length": _CORE_LIMIT_FACTOR * max_request_bytes,
         "grpc.max_send_message_length": -1,
+        # Beyond these gRPC cancels calls by itself, without a word; the head's own limits come first.
+        "grpc.server.max_pending_requests": _MAX_PENDING_CALLS,
+        "grpc.server.max_pending_requests_hard_limit": 2 * _MAX_PENDING_CALLS,
         "grpc.keepalive_time_ms": 30_000,
         "grpc.keepalive_timeout_ms": 10_000,
         # Without this a frozen peer is noticed only after a minute, whatever keepalive says.
@@ -156,11 +169,40 @@ def _listen(server: grpc.aio.Server, service: str, address: str, parts: EdgePart
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if parts.reflection:
         reflection.enable_server_reflection((service, _HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    if why := _bind_failure(address):
+        raise ListenError(f"cannot listen on {address}: {why}")
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ListenError(
-            f"cannot listen on {address} for {service}: the address is in use, is none of this machine's, or "
-            "is not host:port; stop what listens there or choose another"
-        ) from error
+        raise ListenError(f"cannot listen on {address}: {error}") from error
     return Listener(server, health, service, port)
+
+
+def _bind_failure(address: str) -> str:
+    """Why the system does not let us listen on `address` (host:port); "" when it does.
+
+    gRPC itself says only that it cannot, and the reason in a line of its own on standard error. A name may
+    stand for several addresses: one in use is enough to refuse, since its calls would go to somebody else.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return f"{host} is the name of no host"
+    failures = [_try_to_bind(family, where) for family, _, _, _, where in found]
+    if errno.EADDRINUSE not in failures and None in failures:
+        return ""
+    code = errno.EADDRINUSE if errno.EADDRINUSE in failures else failures[0] or 0
+    return _BIND_ERRORS.get(code, os.strerror(code).lower())
+
+
+def _try_to_bind(family: int, where: Any) -> int | None:
+    """The error's number; None when it worked. Nothing is left bound."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: what is left of connections that ended does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error.errno
+    return None

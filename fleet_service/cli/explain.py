@@ -6,12 +6,30 @@ from typing import Annotated
 
 import typer
 
-from fleet.v1.admin_service_pb2 import ExplainPlacementRequest, ExplainPlacementResponse, NodeVerdict
+from fleet.v1.admin_service_pb2 import (
+    ExplainPlacementRequest,
+    ExplainPlacementResponse,
+    ListNodesRequest,
+    NodeVerdict,
+)
 from fleet.v1.fleet_service_pb2 import SessionSpec
 from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples, parse_labels
-from fleet_service.cli.output import duration, plain, print_json, print_table
-from fleet_service.cli.running import run
-from fleet_service.client import FleetClient
+from fleet_service.cli.output import Column, duration, plain, print_json, print_table, tell
+from fleet_service.cli.running import UNKNOWN_MODEL, Head, advice_on, closest, facts_of, run
+
+_COLUMNS = (
+    Column("NODE"),
+    Column("VERDICT"),
+    Column("ETA", right=True, drop=1),
+    Column("AHEAD", right=True, drop=3),
+    Column("DECODE", right=True, drop=2),
+    Column("PREFILL", right=True, drop=4),
+    Column("KV", right=True, drop=6),
+    Column("SESSIONS", right=True, drop=7),
+    Column("RESERVED", right=True, drop=8),
+    Column("WINDOW", right=True, drop=5),
+    Column("REPORT", right=True, drop=9),
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +37,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "fleet explain --session chat-7",
-            "fleet explain --model stub --prompt-tokens 4000 --label zone=a",
+            "fleet explain --model demo --prompt-tokens 4000 --label zone=a",
         ),
     )(explain)
 
@@ -55,24 +73,35 @@ def explain(
             )
         )
 
+    head = Head.for_operators(admin_address, timeout)
+
     async def work() -> None:
-        async with FleetClient(admin_address=admin_address) as client:
+        async with head.client() as client:
             reply = await client.ask(client.admin.ExplainPlacement(request, timeout=timeout))
+            advice = ""
+            if model and reply.refusal_reason in UNKNOWN_MODEL:
+                listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout))
+                advice = closest(model, [each.name for node in listed.nodes for each in node.models])
         if as_json:
             print_json(plain(reply))
         else:
-            _show(reply)
+            _show(reply, advice or advice_on(reply.refusal_reason))
 
-    run(work(), address=admin_address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
-def _show(reply: ExplainPlacementResponse) -> None:
+def _show(reply: ExplainPlacementResponse, advice: str) -> None:
     if reply.chosen:
-        typer.echo(f"{reply.policy}: it would go to {reply.chosen}")
+        tell(f"{reply.policy}: it would go to {reply.chosen}")
     else:
-        typer.echo(f"{reply.policy}: nowhere. {reply.refusal_message} [{reply.refusal_reason}]")
-    numbers = ("ETA", "AHEAD", "DECODE", "PREFILL", "KV", "SESSIONS", "RESERVED", "WINDOW", "REPORT")
-    print_table(("NODE", "VERDICT", *numbers), map(_row, reply.verdicts), right=numbers)
+        facts = facts_of(reply.refusal_reason, reply.refusal_message)
+        tell(f"{reply.policy}: it would go nowhere: {facts} [{reply.refusal_reason}]")
+        if advice:
+            tell(f"  what to do: {advice}")
+    rows = [_row(verdict) for verdict in reply.verdicts]
+    print_table(_COLUMNS, rows)
+    if any(cell.startswith("~") for row in rows for cell in row):
+        tell("~ a stand-in: the node has not reported that rate yet")
 
 
 def _row(verdict: NodeVerdict) -> tuple[str, ...]:
@@ -81,11 +110,17 @@ def _row(verdict: NodeVerdict) -> tuple[str, ...]:
         "eligible" if verdict.eligible else f"left out: {verdict.left_out}",
         duration(verdict.eta_ms) if verdict.eligible and verdict.HasField("eta_ms") else "-",
         str(verdict.ahead),
-        f"{verdict.decode_tokens_per_s}/s",
-        f"{verdict.prefill_tokens_per_s}/s",
+        _rate(verdict, verdict.decode_tokens_per_s, reported=verdict.decode_reported),
+        _rate(verdict, verdict.prefill_tokens_per_s, reported=verdict.prefill_reported),
         f"{verdict.kv_used_pct} %" if verdict.HasField("kv_used_pct") else "-",
         str(verdict.sessions),
         str(verdict.reservations),
         str(verdict.max_context_tokens) if verdict.max_context_tokens else "any",
         duration(verdict.report_age_ms) if verdict.HasField("report_age_ms") else "-",
     )
+
+
+def _rate(verdict: NodeVerdict, tokens_per_s: int, *, reported: bool) -> str:
+    if reported:
+        return f"{tokens_per_s}/s"
+    return f"~{tokens_per_s}/s" if verdict.eligible else "-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from fleet.v1.fleet_service_pb2 import (
     GenerationEvent,
     GenerationSpec,
     GetSessionRequest,
+    ListModelsRequest,
     Moved,
     SessionSpec,
 )
@@ -35,8 +36,8 @@ from fleet_service.cli.options import (
     parse_labels,
     parse_tokens,
 )
-from fleet_service.cli.output import duration, enum_name, plain, print_json, say
-from fleet_service.cli.running import FAILED, run
+from fleet_service.cli.output import count, duration, enum_name, plain, print_json, say, terminal_width
+from fleet_service.cli.running import FAILED, UNKNOWN_MODEL, Head, closest, report, run
 from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient, Reattached
 
 _WHOLE_ANSWERS = (
@@ -51,10 +52,10 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         epilog=examples(
-            "fleet generate --model stub --tokens 1,2,3",
-            "fleet generate --model stub --tokens 1,2,3 --session chat-7 --extend",
+            "fleet generate --model demo --tokens 1,2,3",
+            "fleet generate --model demo --tokens 1,2,3 --session chat-7 --extend",
             "fleet generate --session chat-7 --tokens 4,5 --max-new 64 --json",
-            "seq 1 500 | fleet generate --model stub --tokens -",
+            "seq 1 500 | fleet generate --model demo --tokens -",
         ),
     )(generate)
 
@@ -142,7 +143,8 @@ def generate(  # noqa: PLR0913 - one argument per option
         generation=spec,
         generation_id=f"cli-{uuid.uuid4().hex}",
     )
-    run(_generate(order, address, as_json=as_json), address=address, as_json=as_json)
+    head = Head.for_callers(address)
+    run(_generate(order, head, as_json=as_json), head=head, as_json=as_json)
 
 
 def _sampling(**given: float | None) -> SamplingParams | None:
@@ -150,19 +152,33 @@ def _sampling(**given: float | None) -> SamplingParams | None:
     return SamplingParams(**said) if said else None
 
 
-async def _generate(order: _Order, address: str, *, as_json: bool) -> int:
-    async with FleetClient(address) as client:
-        if order.session_id:
-            await _prepare_session(client, order)
-        printer = _Printer(as_json=as_json)
+async def _generate(order: _Order, head: Head, *, as_json: bool) -> int:
+    async with head.client() as client:
+        printer = _Printer(order.generation, as_json=as_json)
         try:
+            if order.session_id:
+                await _prepare_session(client, order)
             async with aclosing(_events(client, order, printer)) as events:
                 async for event in events:
                     printer.take(event)
+        except CallError as error:
+            report(error, head=head, as_json=as_json, advice=await _advice(client, error, order.spec.model))
+            return FAILED
         except asyncio.CancelledError:
             await _cancel(client, order.generation_id, printer)
             raise
         return printer.exit_code
+
+
+async def _advice(client: FleetClient, error: CallError, model: str) -> str:
+    """What helps where the model asked for may not be there at all; "" for any other error."""
+    if not model or error.reason not in UNKNOWN_MODEL:
+        return ""
+    try:
+        listed = await client.ask(client.fleet.ListModels(ListModelsRequest(), timeout=TIMEOUT_S))
+    except CallError:
+        return ""  # the first error is the one to tell of
+    return closest(model, [each.model.name for each in listed.models])
 
 
 async def _prepare_session(client: FleetClient, order: _Order) -> None:
@@ -204,15 +220,16 @@ async def _cancel(client: FleetClient, generation_id: str, printer: _Printer) ->
     except CallError as error:
         printer.note(f"could not cancel ({error}); the head ends it in {REATTACH_GRACE_MS / 1000:.0f} s")
     else:
-        printer.note(f"cancelled after {printer.tokens} tokens")
+        printer.note(f"cancelled after {count(printer.tokens, 'token')}")
 
 
 class _Printer:
     """Prints a stream's events, and keeps what the exit code and the summary need."""
 
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, asked: GenerationSpec, *, as_json: bool) -> None:
+        self._asked = asked
         self._as_json = as_json
-        self._in_line = False
+        self._column = 0
         self.tokens = 0
         self.exit_code = FAILED
 
@@ -227,14 +244,25 @@ class _Printer:
             if kind is not None:
                 print_json({"event": kind, **plain(getattr(event, kind))})
         elif kind == "tokens":
-            ids = " ".join(map(str, event.tokens.token_ids))
-            sys.stdout.write(f" {ids}" if self._in_line else ids)
-            sys.stdout.flush()
-            self._in_line = True
+            self._print_ids(event.tokens.token_ids)
         elif kind == "moved":
             self.note(_moved_text(event.moved))
         elif kind == "finished":
-            self.note(_finished_text(event.finished))
+            self.note(_finished_text(event.finished, self._asked))
+
+    def _print_ids(self, token_ids: Iterable[int]) -> None:
+        """One line; in a terminal as many as it takes, so that no id is broken in two."""
+        width = terminal_width(sys.stdout)
+        pieces = []
+        for each in map(str, token_ids):
+            if self._column:
+                fits = width is None or self._column + 1 + len(each) < width
+                pieces.append(" " if fits else "\n")
+                self._column = self._column + 1 if fits else 0
+            pieces.append(each)
+            self._column += len(each)
+        sys.stdout.write("".join(pieces))
+        sys.stdout.flush()
 
     def reattached(self, what: Reattached) -> None:
         """Say that the connection was lost."""
@@ -242,10 +270,10 @@ class _Printer:
 
     def note(self, text: str) -> None:
         """A line on standard error, below the tokens printed so far."""
-        if self._in_line:
+        if self._column:
             sys.stdout.write("\n")
             sys.stdout.flush()
-            self._in_line = False
+            self._column = 0
         say(text)
 
 
@@ -257,15 +285,18 @@ def _moved_text(moved: Moved) -> str:
     )
 
 
-def _finished_text(finished: Finished) -> str:
+def _finished_text(finished: Finished, asked: GenerationSpec) -> str:
     timings = finished.timings
     parts = [f"finished: {enum_name(FinishReason.DESCRIPTOR, finished.reason)}"]
     if finished.HasField("error"):
         parts[0] += f" [{finished.error.reason}] {finished.error.message}"
     if finished.HasField("stop_index"):
         parts[0] += f" (sequence {finished.stop_index})"
-    parts.append(f"{finished.output_tokens} tokens after {finished.context_tokens}")
-    parts.append(f"{finished.attempts} attempt{'' if finished.attempts == 1 else 's'}")
+    short = asked.HasField("max_new_tokens") and finished.output_tokens < asked.max_new_tokens
+    if finished.reason == FinishReason.FINISH_REASON_LENGTH and short:
+        parts[0] += " (the window is full)"
+    parts.append(f"{count(finished.output_tokens, 'token')} after {finished.context_tokens}")
+    parts.append(count(finished.attempts, "attempt"))
     if timings.HasField("first_token_ms"):
         parts.append(f"first token after {duration(timings.first_token_ms)}")
     parts.append(f"{duration(timings.total_ms)} in all")

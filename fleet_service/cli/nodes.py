@@ -17,12 +17,42 @@ from fleet.v1.admin_service_pb2 import (
     RemoveNodeRequest,
     UncordonNodeRequest,
 )
-from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples
-from fleet_service.cli.output import duration, enum_name, plain, print_json, print_table, say
-from fleet_service.cli.running import FAILED, run
-from fleet_service.client import FleetClient
+from fleet_service.cli.options import (
+    ADMIN,
+    TIMEOUT_S,
+    AdminAddress,
+    AsJson,
+    Timeout,
+    examples,
+    node_address,
+)
+from fleet_service.cli.output import (
+    Column,
+    count,
+    duration,
+    enum_name,
+    plain,
+    print_json,
+    print_table,
+    say,
+    tell,
+)
+from fleet_service.cli.running import FAILED, Head, run
 
 NodeName = Annotated[str, typer.Argument(metavar="NODE", help="Name or address of the node.")]
+
+_NODE_COLUMNS = (
+    Column("NODE"),
+    Column("ADDRESS"),
+    Column("STATE"),
+    Column("MODELS", shorten=True, drop=1),
+    Column("LANES", right=True, drop=2),
+    Column("QUEUED", right=True, drop=4),
+    Column("SESSIONS", right=True, drop=3),
+    Column("KV", right=True, drop=5),
+    Column("REPORT", right=True, drop=6),
+)
+_PROBE_COLUMNS = (Column("NODE"), Column("ADDRESS"), Column("ANSWER"), Column("MODELS", shorten=True, drop=1))
 
 # A probe of a node that does not answer takes the head's connect and handshake timeouts.
 _PROBE_TIMEOUT_S = 30.0
@@ -49,12 +79,13 @@ def list_nodes(
 ) -> None:
     """Show the nodes, and add, remove or probe some."""
     if context.invoked_subcommand is None:
-        run(_list(admin_address, as_json=as_json, timeout_s=timeout), address=admin_address, as_json=as_json)
+        head = Head.for_operators(admin_address, timeout)
+        run(_list(head, as_json=as_json), head=head, as_json=as_json)
 
 
-async def _list(admin_address: str, *, as_json: bool, timeout_s: float) -> None:
-    async with FleetClient(admin_address=admin_address) as client:
-        reply = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout_s))
+async def _list(head: Head, *, as_json: bool) -> None:
+    async with head.client() as client:
+        reply = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=head.timeout_s))
     if as_json:
         print_json(plain(reply))
         return
@@ -68,20 +99,23 @@ async def _list(admin_address: str, *, as_json: bool, timeout_s: float) -> None:
 
 def add(
     *,
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address to dial.")],
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Address to dial.", callback=node_address)
+    ],
     admin_address: AdminAddress = ADMIN,
     as_json: AsJson = False,
     timeout: Timeout = _PROBE_TIMEOUT_S,
 ) -> None:
     """Take a node into the fleet; it may be down."""
+    head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
-        async with FleetClient(admin_address=admin_address) as client:
+        async with head.client() as client:
             request = AddNodeRequest(address=address)
             reply = await client.ask(client.admin.AddNode(request, timeout=timeout))
         _show_node(reply.node, as_json=as_json)
 
-    run(work(), address=admin_address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
 def remove(
@@ -92,16 +126,17 @@ def remove(
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Take a node out of the fleet; what it runs goes on elsewhere."""
+    head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
-        async with FleetClient(admin_address=admin_address) as client:
+        async with head.client() as client:
             reply = await client.ask(client.admin.RemoveNode(RemoveNodeRequest(node=node), timeout=timeout))
         if as_json:
             print_json(plain(reply.node))
         else:
             typer.echo(f"removed {reply.node.name} ({reply.node.address})")
 
-    run(work(), address=admin_address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
 def probe(
@@ -114,21 +149,22 @@ def probe(
     timeout: Timeout = _PROBE_TIMEOUT_S,
 ) -> None:
     """Shake hands with nodes on a fresh connection; exits with 1 when one does not answer."""
+    head = Head.for_operators(admin_address, timeout)
 
     async def work() -> int:
-        async with FleetClient(admin_address=admin_address) as client:
+        async with head.client() as client:
             request = ProbeNodesRequest(nodes=nodes or [])
             reply = await client.ask(client.admin.ProbeNodes(request, timeout=timeout))
         if as_json:
             print_json(plain(reply))
         else:
-            print_table(("NODE", "ADDRESS", "ANSWER", "MODELS"), map(_probe_row, reply.probes))
+            print_table(_PROBE_COLUMNS, map(_probe_row, reply.probes))
             for each in reply.probes:
                 if each.detail:
-                    typer.echo(f"{each.name}: {each.detail}")
+                    tell(f"{each.name}: {each.detail}")
         return 0 if all(each.reachable for each in reply.probes) else FAILED
 
-    run(work(), address=admin_address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
 def cordon(
@@ -140,14 +176,15 @@ def cordon(
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Keep new work off a node; what it runs goes on."""
+    head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
-        async with FleetClient(admin_address=admin_address) as client:
+        async with head.client() as client:
             request = CordonNodeRequest(node=node, note=note)
             reply = await client.ask(client.admin.CordonNode(request, timeout=timeout))
         _show_node(reply.node, as_json=as_json)
 
-    run(work(), address=admin_address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
 def uncordon(
@@ -158,14 +195,15 @@ def uncordon(
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Let new work on a node again."""
+    head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
-        async with FleetClient(admin_address=admin_address) as client:
+        async with head.client() as client:
             request = UncordonNodeRequest(node=node)
             reply = await client.ask(client.admin.UncordonNode(request, timeout=timeout))
         _show_node(reply.node, as_json=as_json)
 
-    run(work(), address=admin_address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
 def _show_node(node: Node, *, as_json: bool) -> None:
@@ -176,12 +214,11 @@ def _show_node(node: Node, *, as_json: bool) -> None:
 
 
 def _print_nodes(nodes: list[Node]) -> None:
-    columns = ("NODE", "ADDRESS", "STATE", "MODELS", "LANES", "QUEUED", "SESSIONS", "KV", "REPORT")
-    print_table(columns, map(_node_row, nodes), right=("LANES", "QUEUED", "SESSIONS", "KV", "REPORT"))
+    print_table(_NODE_COLUMNS, map(_node_row, nodes))
     # Too long for a column.
     for node in nodes:
         if note := _note(node):
-            typer.echo(f"{node.name}: {note}")
+            tell(f"{node.name}: {note}")
 
 
 def _node_row(node: Node) -> tuple[str, ...]:
@@ -205,7 +242,7 @@ def _note(node: Node) -> str:
     if node.reports_stale:
         parts.append("reports are stale")
     if node.outbox:
-        parts.append(f"owes {node.outbox} revokes")
+        parts.append(f"owed {count(node.outbox, 'revoke')}")
     parts += [f"{count} x {name}" for name, count in sorted(node.failures.items()) if count]
     return "; ".join(part for part in parts if part)
 

@@ -6,12 +6,40 @@ from typing import Annotated
 
 import typer
 
+from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, NODE_PORT, split_address
 from fleet_service.client import DEFAULT_ADMIN_ADDRESS, DEFAULT_CALLERS_ADDRESS
+
+
+def _whole(text: str, usual_port: int) -> str:
+    """HOST:PORT, with the usual port where none is named."""
+    try:
+        host, port = split_address(text, usual_port)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} {error}") from None
+    return f"{host}:{port}"
+
+
+def _callers(text: str) -> str:
+    return _whole(text, CALLERS_PORT)
+
+
+def _operators(text: str) -> str:
+    return _whole(text, ADMIN_PORT)
+
+
+def node_address(text: str) -> str:
+    """HOST:PORT of a node, with its usual port where none is named; BadParameter says what is wrong."""
+    return _whole(text, NODE_PORT)
+
 
 Address = Annotated[
     str,
     typer.Option(
-        "--address", envvar="FLEET_ADDRESS", metavar="HOST:PORT", help="Where the head listens for callers."
+        "--address",
+        envvar="FLEET_ADDRESS",
+        metavar="HOST:PORT",
+        callback=_callers,
+        help="Where the head listens for callers.",
     ),
 ]
 AdminAddress = Annotated[
@@ -20,6 +48,7 @@ AdminAddress = Annotated[
         "--admin-address",
         envvar="FLEET_ADMIN_ADDRESS",
         metavar="HOST:PORT",
+        callback=_operators,
         help="Where the head listens for operators.",
     ),
 ]

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len, set_cell_size
 
-# Wide enough that a table into a pipe or file is never wrapped.
-_PIPE_WIDTH = 400
+_GAP = "  "
+# Of a terminal that does not say.
+_USUAL_WIDTH = 80
+# A cell that may be shortened keeps this many characters.
+_SHORTEST_CELL = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. In a terminal too narrow for all, those with the highest `drop` go first; 0 stays.
+
+    `shorten`: its cells may be cut before anything is dropped.
+    """
+
+    title: str
+    right: bool = False
+    drop: int = 0
+    shorten: bool = False
 
 
 def print_json(value: Any) -> None:
@@ -25,29 +42,104 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
-    """A table for people; `right` names the columns of numbers."""
-    console = stdout_console()
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, header_style="bold")
-    numbers = set(right)
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    with console.capture() as captured:
-        console.print(table)
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """A table for people. Nothing in it is wrapped; what is left out for want of width is told."""
+    lines, dropped = table_lines(columns, list(rows), terminal_width(sys.stdout))
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+    if dropped:
+        say(f"left out for want of width: {', '.join(dropped)} (--json has all)")
 
 
-def stdout_console() -> Console:
-    """A console for standard output as it is now."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+def table_lines(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None
+) -> tuple[list[str], list[str]]:
+    """A table's lines, at most `width` wide where that can be had, and the titles of the columns dropped.
+
+    `width` None = as wide as it is, without a rule below the heading: for a pipe or file.
+    """
+    shown = list(range(len(columns)))
+    dropped: list[str] = []
+    widths = _widths(columns, rows, shown, width)
+    while width is not None and _total(widths) > width:
+        expendable = max(shown, key=lambda index: columns[index].drop)
+        if not columns[expendable].drop:
+            break
+        shown.remove(expendable)
+        dropped.append(columns[expendable].title)
+        widths = _widths(columns, rows, shown, width)
+    lines = [_line(columns, cells, widths) for cells in ([column.title for column in columns], *rows)]
+    if width is not None:
+        lines.insert(1, _GAP.join("─" * each for each in widths.values()))
+    return lines, dropped
 
 
-def say(text: str) -> None:
-    """A line for people beside the output proper: to standard error."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+def _widths(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: list[int], width: int | None
+) -> dict[int, int]:
+    """Width of each column shown: as its cells need, less where it may be shortened and has to be."""
+    widths = {
+        index: max(map(cell_len, (columns[index].title, *(row[index] for row in rows)))) for index in shown
+    }
+    for index in shown:
+        missing = 0 if width is None else _total(widths) - width
+        if missing > 0 and columns[index].shorten:
+            least = max(_SHORTEST_CELL, len(columns[index].title))
+            widths[index] = min(widths[index], max(least, widths[index] - missing))
+    return widths
+
+
+def _total(widths: dict[int, int]) -> int:
+    return sum(widths.values()) + len(_GAP) * (len(widths) - 1)
+
+
+def _line(columns: Sequence[Column], cells: Sequence[str], widths: dict[int, int]) -> str:
+    parts = []
+    for index, width in widths.items():
+        text = (
+            cells[index] if cell_len(cells[index]) <= width else set_cell_size(cells[index], width - 1) + "…"
+        )
+        blank = " " * (width - cell_len(text))
+        parts.append(blank + text if columns[index].right else text + blank)
+    return _GAP.join(parts).rstrip()
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns of the terminal that `stream` is; None when it is none."""
+    if not stream.isatty():
+        return None
+    return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
+
+
+def say(text: str, *, wrap: bool = True) -> None:
+    """A line for people beside the output proper: to standard error, in a terminal broken between words."""
+    _write_line(sys.stderr, text, wrap=wrap)
+
+
+def tell(text: str) -> None:
+    """A line for people that is the output itself: to standard output, in a terminal broken between words."""
+    _write_line(sys.stdout, text, wrap=True)
+
+
+def _write_line(stream: TextIO, text: str, *, wrap: bool) -> None:
+    width = terminal_width(stream)
+    if wrap and width is not None and len(text) >= width:
+        indent = " " * (len(text) - len(text.lstrip()))
+        text = textwrap.fill(
+            text.strip(),
+            width - 1,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    stream.write(text + "\n")
+    stream.flush()
+
+
+def count(number: int, word: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -19,7 +19,7 @@ app = typer.Typer(
     epilog=examples(
         "fleet serve --node 127.0.0.1:8454",
         "fleet nodes",
-        "fleet generate --model stub --tokens 1,2,3",
+        "fleet generate --model demo --tokens 1,2,3",
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",

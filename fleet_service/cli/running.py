@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
-from collections.abc import Coroutine
-from typing import Any, NoReturn
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
 import grpc
 import typer
 
+from fleet_service.cli.options import TIMEOUT_S
 from fleet_service.cli.output import say
-from fleet_service.client import CallError, UnreachableError
+from fleet_service.client import CallError, FleetClient, NoAnswerError, UnreachableError
+from fleet_service.grpc_causes import NOT_GRPC, connection_cause
 
 FAILED = 1
 WRONG_USE = 2
+# Refusals behind which a model may be that no node serves: as long as one node has never been up, the head
+# cannot be sure of it.
+UNKNOWN_MODEL = ("MODEL_NOT_FOUND", "NO_ELIGIBLE_NODE")
+_NAMES_TOLD = 5
 
-# What to do about a refusal, by its reason, where the message alone does not say it.
+# What to do about a refusal, by its reason, at a command line; it stands for what the message says of that
+# to callers, after its last "; ".
 _ADVICE = {
     "SESSION_NOT_FOUND": "see `fleet sessions`; a finished or expired session is gone, make a new one",
     "SESSION_PARKED": "resume the session first (FleetService.ResumeSession)",
@@ -24,20 +33,44 @@ _ADVICE = {
     "CONTEXT_TOO_LONG": "shorten the prompt, or add a node with a wider window (`fleet nodes` shows them)",
     "MODEL_NOT_FOUND": "see which models the nodes serve with `fleet nodes`",
     "MODEL_UNPLACEABLE": "ask for other labels, or see what the nodes carry with `fleet nodes --json`",
-    "NO_ELIGIBLE_NODE": "see why with `fleet nodes` and `fleet explain`, then try again",
+    "NO_ELIGIBLE_NODE": "see why with `fleet nodes` and `fleet explain`",
     "FLEET_SATURATED": "try again later, or add nodes with `fleet nodes add HOST:PORT`",
     "NODE_NOT_FOUND": "see the names and addresses with `fleet nodes`",
-    "HEAD_DRAINING": "the head is shutting down; try again once it is back, or ask another head",
+    "HEAD_DRAINING": "try again once the head is back, or ask another",
     "GENERATION_NOT_FOUND": "it is no longer kept, or the head was restarted; ask again",
 }
 
 
-def run(work: Coroutine[Any, Any, int | None], *, address: str, as_json: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The listener of a head that a command talks to, and how its user says which and how long to wait."""
+
+    address: str
+    flag: str
+    timeout_s: float = TIMEOUT_S
+    timeout_flag: bool = True
+
+    @classmethod
+    def for_callers(cls, address: str, timeout_s: float | None = None) -> Self:
+        """`timeout_s` None: the command has no --timeout."""
+        given = timeout_s is not None
+        return cls(address, "--address", TIMEOUT_S if timeout_s is None else timeout_s, timeout_flag=given)
+
+    @classmethod
+    def for_operators(cls, address: str, timeout_s: float) -> Self:
+        return cls(address, "--admin-address", timeout_s)
+
+    def client(self) -> FleetClient:
+        """A client that goes on connecting for as long as its user wants to wait."""
+        return FleetClient(self.address, self.address, connect_timeout_s=self.timeout_s)
+
+
+def run(work: Coroutine[Any, Any, int | None], *, head: Head, as_json: bool = False) -> None:
     """Run a command to its end. Raises typer.Exit with the code when that is not 0."""
     try:
         code = asyncio.run(work)
     except CallError as error:
-        report(error, address=address, as_json=as_json)
+        report(error, head=head, as_json=as_json)
         raise typer.Exit(FAILED) from None
     if code:
         raise typer.Exit(code)
@@ -49,19 +82,43 @@ def fail(text: str, code: int = FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
-def report(error: CallError, *, address: str, as_json: bool) -> None:
-    """Print an error to standard error, for people or as one JSON object."""
+def report(error: CallError, *, head: Head, as_json: bool, advice: str = "") -> None:
+    """Print an error to standard error, for people or as one JSON object. `advice` knows better than ours."""
     if as_json:
-        say(json.dumps({"error": _as_object(error)}, ensure_ascii=False))
+        say(json.dumps({"error": _as_object(error)}, ensure_ascii=False), wrap=False)
         return
-    for line in _as_lines(error, address):
+    for line in _as_lines(error, head, advice):
         say(line)
+
+
+def advice_on(reason: str) -> str:
+    """What to do about a refusal; "" where its message says all."""
+    return _ADVICE.get(reason, "")
+
+
+def facts_of(reason: str, message: str) -> str:
+    """A refusal's message; where the command line has advice of its own, without that to callers."""
+    facts, _, _ = message.rpartition("; ")
+    return facts if facts and reason in _ADVICE else message
+
+
+def closest(name: str, served: Iterable[str]) -> str:
+    """Advice on a model that no node serves: the one meant, or all there are; "" when it is served."""
+    names = sorted(set(served))
+    if name in names:
+        return ""
+    if close := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {close[0]}?"
+    if not names:
+        return "no node has been up yet: see `fleet nodes`"
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return f"ask for one that is served: {', '.join(names[:_NAMES_TOLD])}{more}"
 
 
 def _as_object(error: CallError) -> dict[str, Any]:
     return {
         "code": error.code.name,
-        "reason": "UNREACHABLE" if isinstance(error, UnreachableError) else error.reason,
+        "reason": _own_reason(error) or error.reason,
         "message": error.message,
         "metadata": dict(error.metadata),
         "violations": [{"field": name, "description": text} for name, text in error.violations],
@@ -71,26 +128,42 @@ def _as_object(error: CallError) -> dict[str, Any]:
     }
 
 
-def _as_lines(error: CallError, address: str) -> list[str]:
+def _own_reason(error: CallError) -> str:
+    if isinstance(error, UnreachableError):
+        return "UNREACHABLE"
+    return "NO_ANSWER" if isinstance(error, NoAnswerError) else ""
+
+
+def _as_lines(error: CallError, head: Head, advice: str) -> list[str]:
+    cause = connection_cause(error.message)
+    where = f"{head.flag} HOST:PORT, or FLEET_{head.flag[2:].replace('-', '_').upper()}"
+    if isinstance(error, NoAnswerError):
+        longer = ", or wait longer with --timeout SECONDS" if head.timeout_flag else ""
+        waited = f"did not answer in {head.timeout_s:g} s"
+        return [
+            f"fleet: the head at {head.address} {waited}; it may be busy or far away",
+            f"  try again{longer}",
+        ]
+    foreign = isinstance(error, UnreachableError) and cause == NOT_GRPC
+    if foreign or (error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason):
+        return [
+            f"fleet: what listens at {head.address} is not this service of a head",
+            "  a head has an address for callers (8455) and one for operators (8456)",
+            f"  say where: {where}",
+        ]
     if isinstance(error, UnreachableError):
         return [
-            f"fleet: no head answers at {address} ({_short(error.message)})",
+            f"fleet: no head listens at {head.address} ({cause or error.message})",
             "  start one:    fleet serve --node HOST:PORT",
-            "  or say where: --address and --admin-address, or FLEET_ADDRESS and FLEET_ADMIN_ADDRESS",
+            f"  or say where: {where}",
         ]
-    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason:
-        return [
-            f"fleet: the head at {address} did not answer in time",
-            "  it may be overloaded or frozen: try again, with --timeout SECONDS for longer",
-        ]
-    if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
-        return [
-            f"fleet: what listens at {address} is not this service of a head",
-            "  callers' and operators' services have an address each: --address, --admin-address",
-        ]
-    lines = [f"fleet: {error.message} [{error.reason or error.code.name}]"]
-    violations = [f"{name}: {text}" for name, text in error.violations]
-    lines += [f"  {violation}" for violation in violations if violation not in error.message]
+    return _refusal_lines(error, advice or advice_on(error.reason))
+
+
+def _refusal_lines(error: CallError, advice: str) -> list[str]:
+    lines = [f"fleet: {facts_of(error.reason, error.message)} [{error.reason or error.code.name}]"]
+    # What the message says already is not said again.
+    lines += [f"  {name}: {text}" for name, text in error.violations if text not in error.message]
     lines += [
         f"  {key}: {value}" for key, value in sorted(error.metadata.items()) if value not in error.message
     ]
@@ -98,11 +171,6 @@ def _as_lines(error: CallError, address: str) -> list[str]:
         lines.append(f"  the head's log has more under {error.fault_id}")
     if error.retry_after_s is not None:
         lines.append(f"  try again in {error.retry_after_s:.3g} s")
-    if advice := _ADVICE.get(error.reason):
+    if advice:
         lines.append(f"  what to do: {advice}")
     return lines
-
-
-def _short(message: str) -> str:
-    """The last and plainest part of what grpc says about a connection."""
-    return message.rsplit(": ", 1)[-1].strip().lower() or "no answer"

@@ -6,6 +6,7 @@ What only these two need is imported when they run: it takes longer than the oth
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,9 @@ from fleet_service.cli.running import FAILED, WRONG_USE, fail
 
 if TYPE_CHECKING:
     from fleet_service.config_sources import Loaded, Setting
+
+_LINE_CHARS = 118
+_LEAST_COMMENT_CHARS = 40
 
 ConfigFile = Annotated[
     Path | None,
@@ -46,6 +50,15 @@ AdminListen = Annotated[
     str | None,
     typer.Option(
         "--admin-listen", metavar="HOST:PORT", help="Address for operators.", show_default="127.0.0.1:8456"
+    ),
+]
+JoinListen = Annotated[
+    str | None,
+    typer.Option(
+        "--join-listen",
+        metavar="HOST:PORT",
+        help="Address for nodes that dial in, on loopback.",
+        show_default="none",
     ),
 ]
 Policy = Annotated[
@@ -101,6 +114,7 @@ def serve(  # noqa: PLR0913 - one argument per option
     node: Nodes = None,
     listen: Listen = None,
     admin_listen: AdminListen = None,
+    join_listen: JoinListen = None,
     policy: Policy = None,
     shutdown_grace: Grace = None,
     log_level: LogLevel = None,
@@ -120,6 +134,7 @@ def serve(  # noqa: PLR0913 - one argument per option
             nodes=("--node", ",".join(node) if node else None),
             listen__callers=("--listen", listen),
             listen__admin=("--admin-listen", admin_listen),
+            listen__join=("--join-listen", join_listen),
             head__policy=("--policy", policy),
             shutdown_grace_s=("--shutdown-grace", shutdown_grace),
             log__level=("--log-level", log_level),
@@ -176,7 +191,8 @@ def _load(file: Path | None, flags: dict[str, tuple[str, Any]], others: list[str
     except ConfigError as error:
         fail(f"the settings cannot be used:\n{error}", WRONG_USE)
     for variable in loaded.unused_variables:
-        say(f"fleet: {variable} is set, but names no setting; `fleet config` lists them")
+        hint = f"did you mean {variable.meant}?" if variable.meant else "`fleet config` lists them"
+        say(f"fleet: {variable.name} is set, but names no setting and is ignored; {hint}")
     return loaded
 
 
@@ -192,7 +208,18 @@ def _toml(settings: list[Setting]) -> list[str]:
         if (here := setting.name.rpartition(".")[0]) != section:
             section = here
             lines += ["", f"[{section}]"]
-        lines.append(f"{text:<{width}}  # {setting.source}: {setting.description}")
+        # A comment too long for its line goes on below itself.
+        start = max(width, len(text))
+        room = max(_LINE_CHARS - start - len("  # "), _LEAST_COMMENT_CHARS)
+        comment = textwrap.wrap(
+            f"{setting.source}: {setting.description}",
+            room,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(f"{text:<{start}}  # {comment[0]}")
+        lines += [f"{'':<{start}}  # {more}" for more in comment[1:]]
     return lines
 
 

@@ -10,11 +10,20 @@ import typer
 
 from fleet.v1.fleet_service_pb2 import ListSessionsRequest, Session, SessionState
 from fleet_service.cli.options import CALLERS, TIMEOUT_S, Address, AsJson, Timeout, examples
-from fleet_service.cli.output import duration, enum_name, plain, print_json, print_table, say
-from fleet_service.cli.running import run
+from fleet_service.cli.output import Column, duration, enum_name, plain, print_json, print_table, say
+from fleet_service.cli.running import Head, run
 from fleet_service.client import FleetClient
 
 _PAGE_SIZE = 1000
+_COLUMNS = (
+    Column("SESSION"),
+    Column("MODEL", shorten=True, drop=2),
+    Column("STATE"),
+    Column("CONTEXT", right=True, drop=1),
+    Column("NODE", drop=3),
+    Column("GENERATION", drop=5),
+    Column("IDLE", right=True, drop=4),
+)
 
 
 class State(StrEnum):
@@ -43,9 +52,10 @@ def sessions(
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Show the sessions, oldest first."""
+    head = Head.for_callers(address, timeout)
 
     async def work() -> None:
-        async with FleetClient(address) as client:
+        async with head.client() as client:
             found, more = await _pages(client, state, node, limit, timeout)
         if as_json:
             print_json({"sessions": [plain(session) for session in found], "more": more})
@@ -53,13 +63,12 @@ def sessions(
         if not found:
             say("no sessions")
             return
-        columns = ("SESSION", "MODEL", "STATE", "CONTEXT", "NODE", "GENERATION", "IDLE")
         now_s = datetime.now(UTC).timestamp()
-        print_table(columns, (_row(session, now_s) for session in found), right=("CONTEXT", "IDLE"))
+        print_table(_COLUMNS, [_row(session, now_s) for session in found])
         if more:
             say(f"there are more than {limit}; --limit shows more of them")
 
-    run(work(), address=address, as_json=as_json)
+    run(work(), head=head, as_json=as_json)
 
 
 async def _pages(

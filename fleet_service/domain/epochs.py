@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 _N_BITS = 32
 _MAX_32 = (1 << _N_BITS) - 1
-MAX_TERM = _MAX_32
-"""No term follows it."""
+
+CREDIBLE_TERMS_AHEAD = 366 * 86_400
+"""Terms are unix seconds: one more than a year ahead of the head's own clock is not taken from a node."""
 
 
 def make_epoch(term: int, n: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fleet_service.domain.commands import Refusal, RefusalCode
+from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, term_of
 from fleet_service.domain.errors import Reason
 from fleet_service.domain.events import ErrorCause, MoveCause
 
@@ -39,6 +40,7 @@ class FailureClass(Enum):
     EVICTED = "evicted"
     REBALANCED = "rebalanced"
     REMOVED = "removed"
+    NO_ANSWER = "no_answer"
 
 
 class Avoid(Enum):
@@ -87,6 +89,10 @@ FAILURE_RULES: dict[FailureClass, FailureRule] = {
     FailureClass.NODE_FAULT: FailureRule(MoveCause.ENGINE_ERROR, True, True, avoid=Avoid.PREFER_OTHERS),
     FailureClass.EVICTED: FailureRule(MoveCause.NODE_SILENT, False, False, keeps_binding=True),
     FailureClass.REBALANCED: FailureRule(MoveCause.REBALANCED, False, False, keeps_binding=True),
+    # Asked whether it lives before it is given what failed elsewhere, it did not say so.
+    FailureClass.NO_ANSWER: FailureRule(
+        MoveCause.NODE_SILENT, False, False, keeps_binding=True, avoid=Avoid.PREFER_OTHERS
+    ),
     FailureClass.REMOVED: FailureRule(MoveCause.NODE_REMOVED, False, False),
 }
 
@@ -125,10 +131,14 @@ class Failure:
 
 
 def failure_of_refusal(refusal: Refusal, node: str, *, own_term: int) -> Failure:
-    """A node's refusal as a failure. A current epoch of a higher term means another head owns the session."""
+    """A node's refusal as a failure. A current epoch of a higher term means another head owns the session.
+
+    A term too far ahead of the head's own is not credible: then the node is at fault.
+    """
     kind = _OF_REFUSAL[refusal.code]
-    if kind is FailureClass.STALE_EPOCH and refusal.current_epoch >> 32 > own_term:
-        kind = FailureClass.OWNER_CHANGED
+    ahead = term_of(refusal.current_epoch) - own_term
+    if kind is FailureClass.STALE_EPOCH and ahead > 0:
+        kind = FailureClass.OWNER_CHANGED if ahead <= CREDIBLE_TERMS_AHEAD else FailureClass.NODE_FAULT
     return Failure(
         kind,
         node,
@@ -236,8 +246,8 @@ class AttemptBudget:
         return None
 
     def _next(self, failure: Failure) -> TryAgain:
-        again = failure.same_run_is_back
-        if failure.rule.rebinds:
+        again = False
+        if failure.rule.rebinds or failure.same_run_is_back:
             if failure.node in self._rebound:
                 self._prefer_not.add(failure.node)
             else:

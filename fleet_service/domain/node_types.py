@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -63,6 +64,31 @@ class NodeHello:
     features: frozenset[Feature] = frozenset()
     max_message_bytes: int = 16 * 1024 * 1024
     highest_epoch: int = 0
+
+
+IDENTITY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_LABELS = 64
+MAX_MODELS = 1_000
+MAX_TEXT = 256
+"""Characters of a label's key or value, a model's name or revision, an incarnation."""
+
+
+def unacceptable(hello: NodeHello) -> str | None:
+    """What of a hello is out of bounds, and what to change; None when nothing is."""
+    if not IDENTITY.fullmatch(hello.identity):
+        return "its identity must be 1 to 128 characters of [A-Za-z0-9._:-]; start it with another --identity"
+    if len(hello.labels) > MAX_LABELS or len(hello.models) > MAX_MODELS:
+        return (
+            f"it has {len(hello.labels)} labels and {len(hello.models)} models; "
+            f"at most {MAX_LABELS} and {MAX_MODELS} are taken"
+        )
+    texts = [hello.incarnation, *hello.labels, *hello.labels.values()]
+    texts += [text for model in hello.models for text in (model.name, model.revision)]
+    if any(len(text) > MAX_TEXT or not text.isprintable() for text in texts):
+        return (
+            f"its incarnation, labels, models and revisions must be printable, {MAX_TEXT} characters at most"
+        )
+    return None
 
 
 class NodeState(Enum):

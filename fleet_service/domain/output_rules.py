@@ -51,6 +51,11 @@ class OutputRules:
         self._end: OutputEnd | None = None
 
     @property
+    def knows_eos(self) -> bool:
+        """The model's EOS ids are known, so that only such a token is EOS."""
+        return bool(self._eos)
+
+    @property
     def count(self) -> int:
         """Tokens delivered so far."""
         return self._count

@@ -103,11 +103,13 @@ def watch_request(introduction: Introduction, period_s: float) -> node_service_p
     )
 
 
-def renew_request(introduction: Introduction, lease_s: float) -> node_service_pb2.RenewLeaseRequest:
+def renew_request(
+    introduction: Introduction, lease_s: float, term: int
+) -> node_service_pb2.RenewLeaseRequest:
     return node_service_pb2.RenewLeaseRequest(
         fleet_id=introduction.fleet_id,
         head_id=introduction.head_id,
-        term=introduction.term,
+        term=term,
         lease_ms=milliseconds(lease_s),
     )
 

@@ -147,8 +147,8 @@ class MuxLink:
         reply = await self._ask("revoke", link_pb2.HeadCommand(revoke=convert.revoke_request(command)))
         return _refusal(reply.revoke)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        request = convert.renew_request(self._introduction, lease_s)
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        request = convert.renew_request(self._introduction, lease_s, term)
         reply = await self._ask("renew_lease", link_pb2.HeadCommand(renew_lease=request))
         return reply.renew_lease.renewed
 

@@ -92,7 +92,7 @@ class PlainDialer:
                 convert.handshake_request(introduction), timeout=self._settings.handshake_timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            raise handshake_error(error, address) from error
+            raise handshake_error(error, address, self._settings.connect_timeout_s) from error
         if not isinstance(answer, node_service_pb2.HandshakeResponse):
             raise HandshakeRefusedError(
                 f"{address} answered the handshake with what is no HandshakeResponse: is it a fleet node?"
@@ -158,8 +158,8 @@ class PlainLink:
         answer = await self._call(self._stub.Revoke, convert.revoke_request(command), "Revoke")
         return _refusal(answer)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        request = convert.renew_request(self._introduction, lease_s)
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        request = convert.renew_request(self._introduction, lease_s, term)
         answer = await self._call(self._stub.RenewLease, request, "RenewLease")
         return answer.renewed
 

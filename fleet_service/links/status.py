@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from fleet_service.grpc_causes import CLOSED, NO_ANSWER, NOT_GRPC, connection_cause
 from fleet_service.runtime.protocols import (
     HandshakeRefusedError,
     LinkError,
@@ -18,7 +19,7 @@ from fleet_service.runtime.protocols import (
 )
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
-_TEXT_LIMIT_CHARS = 500
+_TEXT_LIMIT_CHARS = 200
 
 _ERRORS: dict[grpc.StatusCode, type[LinkError]] = {
     grpc.StatusCode.UNAVAILABLE: LinkLostError,
@@ -39,10 +40,6 @@ _CODE_ADVICE = {
     grpc.StatusCode.PERMISSION_DENIED: "it does not let this head in: check the node's token and access list",
 }
 
-# gRPC reports a peer of another protocol as UNAVAILABLE; only its text tells it from a dead one.
-_NOT_HTTP2 = "parsing HTTP/2"
-_CLOSED_AT_ONCE = "Socket closed"
-
 
 def refusal_advice(reason: str) -> str:
     """What to do about a node that refused the head for `reason` (errors.proto, without the prefix)."""
@@ -55,25 +52,32 @@ def link_error(error: grpc.aio.AioRpcError, what: str) -> LinkError:
     return kind(f"{what}: {_text(error)}")
 
 
-def handshake_error(error: grpc.aio.AioRpcError, address: str) -> LinkError:
+def handshake_error(error: grpc.aio.AioRpcError, address: str, connect_timeout_s: float) -> LinkError:
     """The error for a dial or handshake that failed: lost, timed out, or refused with advice."""
-    code, text = error.code(), _text(error)
+    code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LinkTimeoutError(f"{address} took the connection but did not answer the handshake in time")
     if code is grpc.StatusCode.UNAVAILABLE:
-        if _NOT_HTTP2 in text:
+        cause = _text(error)
+        if cause == NOT_GRPC:
             return HandshakeRefusedError(
                 f"{address} does not speak gRPC: check address and port, and that the node serves without TLS"
-                f" ({text})"
             )
-        hint = "; a node with TLS closes like that" if _CLOSED_AT_ONCE in text else ""
-        return LinkLostError(f"cannot connect to {address}{hint}: {text}")
+        if cause == NO_ANSWER:
+            cause = f"no answer within {connect_timeout_s:g} s"
+        elif cause == CLOSED:
+            cause = f"{cause} at once, as a node with TLS does"
+        return LinkLostError(f"cannot connect to {address}: {cause}")
     advice = _REASON_ADVICE.get(_reason(error)) or _CODE_ADVICE.get(code) or "see the node's log"
-    return HandshakeRefusedError(f"{address} refused the handshake: {advice} ({text})")
+    return HandshakeRefusedError(f"{address} refused the handshake: {advice} ({_text(error)})")
 
 
 def _text(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name} {error.details() or ''}".rstrip()[:_TEXT_LIMIT_CHARS]
+    """Of a connection that failed the cause alone; else the code and what the node said, within a limit."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and (cause := connection_cause(details)):
+        return cause
+    return f"{error.code().name} {details}".rstrip()[:_TEXT_LIMIT_CHARS]
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

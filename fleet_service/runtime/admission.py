@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import structlog
 
-from fleet_service.domain.epochs import MAX_TERM, term_of
-from fleet_service.domain.node_types import NodeHello
+from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, term_of
+from fleet_service.domain.node_types import NodeHello, unacceptable
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.join_desk import JOINED_PREFIX
 from fleet_service.runtime.node import Node
@@ -28,13 +28,14 @@ MAX_BARRED = 10_000
 """Incarnations remembered as replaced, the oldest going first."""
 
 IDENTITY_IN_USE = "IDENTITY_IN_USE"
+INVALID_FIELD = "INVALID_FIELD"
 
 
 class Admission:
     """Decides on every hello.
 
-    `drop_link` closes a node's link; `raise_term` goes on in a term above an epoch, and introduces the head
-    anew; `add_joined` makes a node that dials in known.
+    `drop_link` closes a node's link; `raise_term` goes on in a term above an epoch; `add_joined` makes a node
+    that dials in known.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Admission:
         drop_link: Callable[[Node, str], None],
         raise_term: Callable[[int], None],
         add_joined: Callable[[str], Node],
+        wall_clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
+        self._wall_clock = wall_clock
         self._drop_link = drop_link
         self._raise_term = raise_term
         self._add_joined = add_joined
@@ -52,27 +55,25 @@ class Admission:
 
     async def admit(self, node: Node, hello: NodeHello) -> None:
         """`node` said hello on a new link. Raises HandshakeRefusedError."""
-        if term_of(hello.highest_epoch) >= MAX_TERM:
-            raise HandshakeRefusedError(
-                f"the node reports epoch {hello.highest_epoch}, above which there is none; restart it"
-            )
-        refused = await self._contest(node, hello)
+        refused = self._unfit(node, hello) or await self._contest(node, hello)
         if refused is not None:
             raise HandshakeRefusedError(refused)
         if hello.highest_epoch > self._fleet.last_epoch:
             self._raise_term(hello.highest_epoch)
-            raise HandshakeRefusedError("the head's term was raised; introducing it anew")
-        other = self._fleet.find(hello.identity)
+        other = self._fleet.named(hello.identity)
         if other is not None and other is not node:
             self._hand_over(other, node)
         self._fleet.rename(node, hello.identity)
 
     async def receive(self, hello: NodeHello) -> None:
         """A node has dialed in. Makes it known, or raises JoinRefusedError."""
+        unfit = self._unfit(None, hello)
+        if unfit is not None:
+            raise JoinRefusedError(INVALID_FIELD, unfit)
         refused = await self._contest(None, hello)
         if refused is not None:
             raise JoinRefusedError(IDENTITY_IN_USE, refused)
-        holder = self._fleet.find(hello.identity)
+        holder = self._fleet.named(hello.identity)
         if holder is not None and holder.address.startswith(JOINED_PREFIX):
             return
         joined = self._add_joined(hello.identity)
@@ -80,13 +81,31 @@ class Admission:
             self._hand_over(holder, joined)
         self._fleet.rename(joined, hello.identity)
 
+    def _unfit(self, node: Node | None, hello: NodeHello) -> str | None:
+        """What is wrong with the hello itself."""
+        unfit = unacceptable(hello)
+        if unfit is not None:
+            return f"the node is not taken in: {unfit}"
+        resident = self._fleet.at(hello.identity)
+        if resident is not None and resident is not node:
+            return (
+                f"identity {hello.identity} is the address of another node; "
+                "give this one another identity, or remove the other"
+            )
+        if term_of(hello.highest_epoch) > self._wall_clock() + CREDIBLE_TERMS_AHEAD:
+            return (
+                f"the node reports epoch {hello.highest_epoch}, of a term far in the future; "
+                "compare the clocks of the head and of the node's other heads, and restart the node"
+            )
+        return None
+
     async def _contest(self, newcomer: Node | None, hello: NodeHello) -> str | None:
         """Why the newcomer may not have its identity; None when it may, and then nobody else has."""
         if hello.incarnation in self._barred:
             return (
                 f"this run of node {hello.identity} was silent and has been replaced by another; restart it"
             )
-        holder = self._fleet.find(hello.identity)
+        holder = self._fleet.named(hello.identity)
         if holder is None or holder is newcomer or holder.link is None or holder.hello is None:
             return None
         if holder.hello.incarnation == hello.incarnation:

@@ -87,6 +87,8 @@ class Attempt:
         self._handle: RunHandle | None = None
         self._over = False
         self._confirmed = False
+        model = self.node.models.get(generation.session.spec.model)
+        self._vocab_size = model.vocab_size if model is not None else 0
         self._stall = StallWatch(
             context.loop,
             context.settings.generation_stall_s,
@@ -177,7 +179,7 @@ class Attempt:
         if assign is not None:
             await self._command(self._link.assign(assign))
             self.binding.assigned = True
-            self.node.lease_renewed_s = self._context.loop.time()
+            self.node.assigned(self.epoch)
         for append in appends:
             self.binding.synced_tokens = None
             await self._command(self._link.append(append))
@@ -278,9 +280,9 @@ class Attempt:
             self._wrong_epoch(epoch)
             return
         if not self._confirmed:
-            self._confirm(now_s)
-        if phase is not None or token_ids:
-            self._stall.progress(phase or Phase.DECODE, now_s)
+            self._confirm()
+        if phase is not None:
+            self._stall.enter(phase, now_s)
         # A finish without tokens has an index too: one past what there is means that a token is missing.
         if (token_ids or finish is not None) and not self._take_tokens(first_index, token_ids, now_s):
             return
@@ -298,17 +300,24 @@ class Attempt:
             return False
         new = token_ids if first_index == have else token_ids[have - first_index :]
         if new:
+            vocab_size = self._vocab_size
+            if vocab_size and max(new) >= vocab_size:
+                self._fail(
+                    self._failure(FailureClass.NODE_FAULT, f"token {max(new)} is out of the vocabulary")
+                )
+                return False
             self._reservation.caught_up()
+            self._stall.enter(Phase.DECODE, now_s, token=True)
             generation.deliver(new, now_s)
             self.tokens += generation.log.received - have
         return generation.finished is None
 
-    def _confirm(self, now_s: float) -> None:
+    def _confirm(self) -> None:
         """The first answer to a run that carried its own assign and append."""
         self._confirmed = True
         if not self.binding.assigned:
             self.binding.assigned = True
-            self.node.lease_renewed_s = now_s
+            self.node.assigned(self.epoch)
         self.binding.synced(self.generation.context_tokens)
 
     def _wrong_epoch(self, epoch: int) -> None:
@@ -324,7 +333,7 @@ class Attempt:
         """The node's word counts only where the head's own rules could not decide."""
         generation = self.generation
         if finish is RunFinish.EOS:
-            generation.decide(FinishReason.EOS)
+            self._says_eos()
         elif finish is RunFinish.LENGTH:
             self._window_is_full()
         elif finish is RunFinish.ERROR:
@@ -335,6 +344,13 @@ class Attempt:
             self._fail(
                 self._failure(FailureClass.NODE_FAULT, f"the node ended the run unasked: {finish.value}")
             )
+
+    def _says_eos(self) -> None:
+        """Where the model names its EOS ids, the log would have ended on one: then a token is missing."""
+        if self.generation.rules.knows_eos:
+            self._fail(self._failure(FailureClass.NODE_FAULT, "EOS was said, but no such token came"))
+        else:
+            self.generation.decide(FinishReason.EOS)
 
     def _window_is_full(self) -> None:
         window = window_tokens(self.node, self.generation.session.spec.model)
@@ -359,7 +375,13 @@ class Attempt:
         return Failure(kind, self.node.name, detail)
 
     def _failure_of(self, refusal: Refusal) -> Failure:
-        return failure_of_refusal(refusal, self.node.name, own_term=self._context.own_term())
+        failure = failure_of_refusal(refusal, self.node.name, own_term=self._context.own_term())
+        generation = self.generation
+        most = generation.context_tokens + generation.log.received + generation.rules.remaining
+        if failure.kind is FailureClass.CONTEXT_TOO_LONG and failure.window_tokens >= most:
+            detail = f"at most {most} tokens were refused by a window of {failure.window_tokens}"
+            return self._failure(FailureClass.NODE_FAULT, detail)
+        return failure
 
     def _failure_of_link(self, error: LinkError) -> Failure:
         kind = _FAILURE_OF_LINK_ERROR.get(type(error), FailureClass.NODE_FAULT)

@@ -20,9 +20,12 @@ from fleet_service.runtime.attempt import Attempt, AttemptContext
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.node import Grant, Node, Reservation
-from fleet_service.runtime.protocols import NodeLink
+from fleet_service.runtime.protocols import LinkError, NodeLink
 
 log = structlog.get_logger(__name__)
+
+PING_S = 1.0
+"""How long a node gets to show that it lives before it is given a replay."""
 
 
 class Driver:
@@ -68,6 +71,8 @@ class Driver:
             return Failure(FailureClass.REBALANCED, node.name)
         if grant is Grant.EVICTED or link is None:
             return Failure(FailureClass.EVICTED, node.name, node.state_detail)
+        if self._last is not None and not await self._lives(link):
+            return Failure(FailureClass.NO_ANSWER, node.name)
         session = self._generation.session
         binding = session.bind(node, self._fleet.next_epoch)
         self._generation.attempts += 1
@@ -77,6 +82,19 @@ class Driver:
             reservation.release()
             return await self._verdict_on(failure, node, link, binding.life)
         return failure
+
+    @staticmethod
+    async def _lives(link: NodeLink) -> bool:
+        """Asked before a replay: in an outage of many the next node may be gone too, and nobody knows yet.
+
+        Without that, the second loss would be held against the request.
+        """
+        try:
+            async with asyncio.timeout(PING_S):
+                await link.ping()
+        except (LinkError, TimeoutError):
+            return False
+        return True
 
     async def _verdict_on(self, failure: Failure, node: Node, link: NodeLink, life: int) -> Failure:
         """A broken stream is a lost link only when the link itself goes; then a redial says what is left."""
@@ -136,7 +154,8 @@ class Driver:
     def _tell_node(self, node: Node, failure: Failure) -> None:
         if failure.rule.counts_against_node and failure.kind is not FailureClass.LINK_LOST:
             node.count_failure(failure.kind)  # a lost link was counted once, by its keeper
-        if failure.kind is FailureClass.BUSY:
+        if failure.kind in (FailureClass.BUSY, FailureClass.NO_ANSWER):
+            # Without the pause, the only node there is would be asked again at once, and for ever.
             backoff_s = failure.retry_after_s or self._context.settings.busy_backoff_s
             node.busy_until_s = self._context.loop.time() + backoff_s
 

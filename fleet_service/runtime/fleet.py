@@ -72,10 +72,15 @@ class Fleet:
 
     def find(self, ref: str) -> Node | None:
         """The node of that name or address."""
-        node = self._nodes.get(ref)
-        if node is not None:
-            return node
-        return next((node for node in self._nodes.values() if node.address == ref), None)
+        return self._nodes.get(ref) or self.at(ref)
+
+    def at(self, address: str) -> Node | None:
+        """The node dialed at that address."""
+        return next((node for node in self._nodes.values() if node.address == address), None)
+
+    def named(self, name: str) -> Node | None:
+        """The node of that name."""
+        return self._nodes.get(name)
 
     def add(self, node: Node) -> None:
         node.on_change = self._node_changed
@@ -83,9 +88,14 @@ class Fleet:
         self._node_changed(node)
 
     def rename(self, node: Node, name: str) -> None:
-        """A node's identity became known: it is its name from now on, its place in the order stays."""
+        """A node's identity became known: it is its name from now on, its place in the order stays.
+
+        ValueError when another node has that name.
+        """
         if node.name == name:
             return
+        if name in self._nodes:
+            raise ValueError(f"there is a node {name} already")
         self._unindex(node)
         old = node.name
         node.name = name

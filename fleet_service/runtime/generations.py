@@ -109,8 +109,16 @@ class Generations:
         driver = Driver(generation, reservation, self._fleet, self._context)
         generation.task = self._loop.create_task(driver.run(), name=f"drive {generation.generation_id}")
         # A task that is cancelled before its first step runs nothing of its own, `finally` neither.
-        generation.task.add_done_callback(lambda _task: reservation.release())
         generation.session.winding_down = generation.task
+
+        def over(task: asyncio.Task[None]) -> None:
+            # A task that is kept keeps the frames it ended in, and all they hold.
+            reservation.release()
+            generation.task = None
+            if generation.session.winding_down is task:
+                generation.session.winding_down = None
+
+        generation.task.add_done_callback(over)
 
     def _place(self, session: Session) -> Node:
         """The node of the first attempt: the session's own while it can take it, else by placement."""

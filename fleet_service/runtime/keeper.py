@@ -18,12 +18,15 @@ from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.protocols import Dialer, HandshakeRefusedError, LinkError, LinkLostError, NodeLink
+from fleet_service.runtime.protocols import Dialer, LinkError, LinkLostError, NodeLink
 from fleet_service.runtime.settings import HeadSettings
 
 log = structlog.get_logger(__name__)
 
 COURIER_BATCH = 16
+STABLE_S = 5.0
+"""A link that lived longer did not die young."""
+
 CLOSE_S = 2.0
 """How long a keeper that ends waits for its connections to."""
 
@@ -76,21 +79,25 @@ class NodeKeeper:
         self._admit = admit
         self._orphans = orphans
         self._lost: asyncio.Future[LinkError] | None = None
+        self._died_young = 0
         self._closing: set[asyncio.Task[None]] = set()
         self.first_try = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled: connect, watch, reconnect."""
-        node = self._node
+        """Until cancelled: connect, watch, reconnect; without haste where links keep dying young."""
+        node, loop = self._node, asyncio.get_running_loop()
         try:
             lost = await self._connect_for_ever()
             while True:
+                up_s = loop.time()
                 error = await lost
+                self._died_young = 0 if loop.time() - up_s > STABLE_S else self._died_young + 1
                 self._fell(error)
-                again = await self._relink()
+                again = await self._relink() if self._died_young <= 1 else None
                 if again is None:
                     node.set_state(NodeState.DOWN, str(error))
                     node.relink_decided()
+                    await asyncio.sleep(self._pause_s(self._died_young - 1))
                     again = await self._connect_for_ever()
                 lost = again
         finally:
@@ -134,9 +141,9 @@ class NodeKeeper:
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
-            if not isinstance(error, LinkError):
-                log.error("dial_failed", node=self._node.name, exc_info=error)
             why = str(error)
+            if not isinstance(error, LinkError) and why != self._node.state_detail:
+                log.error("dial_failed", node=self._node.name, exc_info=error)
             if self._node.state is not NodeState.DOWN or self._node.state_detail != why:
                 self._node.set_state(NodeState.DOWN, why)
                 log.warning("node_down", node=self._node.name, why=why)
@@ -151,27 +158,20 @@ class NodeKeeper:
         return await retrying(self._connect)
 
     def _jittered(self, state: RetryCallState) -> float:
-        """Full-range jitter under a doubling cap: redial_min_s growing to redial_max_s."""
-        cap = min(
-            self._settings.redial_max_s, self._settings.redial_min_s * 2 ** min(state.attempt_number, 16)
-        )
+        return self._pause_s(state.attempt_number)
+
+    def _pause_s(self, failures: int) -> float:
+        """Jittered, under a cap that doubles with each failure up to redial_max_s; 0 for none."""
+        if failures <= 0:
+            return 0.0
+        cap = min(self._settings.redial_max_s, self._settings.redial_min_s * 2 ** min(failures, 16))
         return self._rng.uniform(self._settings.redial_min_s, cap)
 
     async def _connect(self) -> asyncio.Future[LinkError]:
         """A connection that the head has accepted; resolves when it is lost."""
-        while True:
-            introduction = self._introduce()
-            try:
-                return await self._connect_as(introduction)
-            except HandshakeRefusedError:
-                # This node's hello may have raised the head's term: then it is introduced anew, at once.
-                if self._introduce() == introduction:
-                    raise
-
-    async def _connect_as(self, introduction: Introduction) -> asyncio.Future[LinkError]:
         node = self._node
         lost: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
-        link = await self._dialer.connect(node.address, introduction, _Listener(node, lost))
+        link = await self._dialer.connect(node.address, self._introduce(), _Listener(node, lost))
         try:
             held = await self._agree(link)
         except BaseException:
@@ -192,9 +192,12 @@ class NodeKeeper:
         node, hello = self._node, link.hello
         await self._admit(node, hello)
         # Removed and added again, or away for a lease: what it may still hold of this head is not known here.
-        unmet = node.hello is None and term_of(hello.highest_epoch) == self._introduce().term
-        if unmet or node.owes_lease_end:
-            await link.renew_lease(0.0)
+        own_term = self._introduce().term
+        if node.hello is None and term_of(hello.highest_epoch) == own_term:
+            await link.renew_lease(0.0, own_term)
+        elif node.owes_lease_end:
+            for term in list(node.leases):
+                await link.renew_lease(0.0, term)
             node.nothing_is_bound()
         return await link.reconcile() if Feature.RECONCILE in hello.features else ()
 
@@ -241,17 +244,19 @@ class NodeKeeper:
         )
         return False
 
-    async def renew_lease(self) -> None:
-        """Renew the lease. One that had run out shows when a session is next used: FENCED, bound anew."""
+    async def renew_lease(self, term: int) -> None:
+        """Renew a lease. One that had run out shows when a session is next used: FENCED, bound anew."""
         node, link = self._node, self._node.link
         if link is None:
             return
         asked_at = asyncio.get_running_loop().time()
         try:
-            renewed = await link.renew_lease(self._settings.lease_s)
+            renewed = await link.renew_lease(self._settings.lease_s, term)
         except LinkError as error:
             log.info("lease_not_renewed", node=node.name, error=str(error))
             return
-        node.lease_renewed_s = asked_at
-        if not renewed and node.sessions:
+        if renewed:
+            node.leases[term] = asked_at
+        elif node.leases.get(term, asked_at) < asked_at:
+            del node.leases[term]  # the next binding starts another
             log.info("lease_had_run_out", node=node.name, sessions=node.sessions)

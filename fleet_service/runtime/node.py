@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fleet_service.domain.commands import Revoke
+from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.lane_queue import LaneQueue, Ticket
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
@@ -94,7 +95,8 @@ class Node:
         self.life = 0
         self.owes_lease_end = False
         self.sessions = 0
-        self.lease_renewed_s = clock()
+        # When the lease of each of this head's terms that has anything here was last renewed.
+        self.leases: dict[int, float] = {}
         self.running: dict[Reservation, None] = {}
         self.queue: LaneQueue[Reservation] = LaneQueue(settings.queue_limit_per_node)
         self.reservations = 0
@@ -191,6 +193,7 @@ class Node:
         self.life += 1
         self.sessions = 0
         self.owes_lease_end = False
+        self.leases.clear()
 
     # Relinking: a broken link is redialed at once, and attempts wait for the verdict
 
@@ -308,6 +311,10 @@ class Node:
         self.hello = self.report = self.report_at_s = None
         self.models = {}
         self.on_change(self)
+
+    def assigned(self, epoch: int) -> None:
+        """The node confirmed a binding, which starts or renews the lease of its term."""
+        self.leases[term_of(epoch)] = self._clock()
 
     def count_failure(self, kind: FailureClass) -> None:
         self.failures[kind.value] += 1

@@ -42,7 +42,7 @@ class Nodes:
         orphans: Callable[[Node, Sequence[HeldSession]], Sequence[HeldSession]],
     ) -> None:
         self._fleet = fleet
-        self._admission = Admission(fleet, self._drop_link, self._raise_term, self._add_joined)
+        self._admission = Admission(fleet, self._drop_link, self._raise_term, self._add_joined, wall_clock)
         self.desk = JoinDesk(dialer, self._admission.receive)
         self._settings = settings
         self._rng = rng
@@ -122,10 +122,10 @@ class Nodes:
 
     async def _end_lease(self, node: Node) -> None:
         """A lease that ends now frees all this head has there, with one command."""
-        if node.link is None:
-            return
         try:
-            await node.link.renew_lease(0.0)
+            for term in list(node.leases):
+                if node.link is not None:
+                    await node.link.renew_lease(0.0, term)
         except LinkError as error:
             log.info("lease_not_ended", node=node.name, error=str(error))
 
@@ -144,8 +144,6 @@ class Nodes:
     def _raise_term(self, above_epoch: int) -> None:
         self._fleet.raise_term_above(above_epoch, int(self._wall_clock()))
         log.warning("term_raised", term=self._fleet.term)
-        for keeper in self._keepers.values():
-            keeper.drop_link("the head's term was raised; introducing it anew")
 
     def _drop_link(self, node: Node, why: str) -> None:
         keeper = self._keepers.get(node)

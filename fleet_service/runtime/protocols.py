@@ -103,7 +103,7 @@ class NodeLink(Protocol):
 
     async def revoke(self, command: Revoke) -> Refusal | None: ...
 
-    async def renew_lease(self, lease_s: float) -> bool:
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
         """False: no lease runs; what it covered is fenced. `lease_s` 0 ends it at once."""
 
     async def reconcile(self) -> Sequence[HeldSession]:
@@ -128,7 +128,7 @@ class OfferedLink(NodeLink, Protocol):
 
 
 class JoinRefusedError(Exception):
-    """A node that dialed in is not taken in. `reason` is one of errors.proto; the text says what to change."""
+    """A node that dialed in is not taken in. `reason`: one of errors.proto; the text says what to change."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

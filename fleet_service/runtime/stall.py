@@ -16,7 +16,9 @@ CONFIRM_STALL_S = 0.5
 
 
 class StallWatch:
-    """Calls `stalled` with a text when there was no token and no change of phase for `stall_s`.
+    """Calls `stalled` with a text when there was no token and no new phase for `stall_s`.
+
+    A phase is new once between two tokens: a node that goes back and forth among them gets nowhere.
 
     A prefill is allowed twice the time its prompt should take, on top; waiting in the node's own queue is no
     stall. `prefill_rate` gives the node's tokens per second, 0 = unknown.
@@ -36,6 +38,7 @@ class StallWatch:
         self._prefill_rate = prefill_rate
         self._stalled = stalled
         self._phase: Phase | None = None
+        self._seen: tuple[Phase, ...] = ()
         self._progress_s = loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -51,8 +54,17 @@ class StallWatch:
             self._timer.cancel()
             self._timer = None
 
-    def progress(self, phase: Phase, now_s: float) -> None:
-        """A token, or a change of phase. From the first token on the prefill is allowed nothing more."""
+    def enter(self, phase: Phase, now_s: float, *, token: bool = False) -> None:
+        """Told of a phase, or of a token: progress, unless the phase was there since the last token.
+
+        From the first token on the prefill is allowed nothing more.
+        """
+        if token:
+            self._seen = ()
+        elif phase is self._phase or phase in self._seen:
+            return
+        else:
+            self._seen += (phase,)
         decodes = phase is Phase.DECODE and self._phase is not Phase.DECODE
         self._progress_s = now_s
         self._phase = phase

@@ -51,7 +51,7 @@ class Tender:
         self._clock = clock
         self._keeper_of = keeper_of
         self._spawn = spawn
-        self._renewing: set[str] = set()
+        self._renewing: set[tuple[Node, int]] = set()
         self.books_balance = True
         self.period_s = min(settings.tick_s, settings.silence_s / 4)
 
@@ -89,21 +89,22 @@ class Tender:
             node.lease_ran_out()
         elif node.outbox:
             node.outbox_wake.set()
-        if node.usable and now_s - node.lease_renewed_s >= settings.lease_renew_s:
-            self._renew(node)
+        if node.usable:
+            for term, renewed_s in node.leases.items():
+                if now_s - renewed_s >= settings.lease_renew_s:
+                    self._renew(node, term)
 
-    def _renew(self, node: Node) -> None:
-        keeper = self._keeper_of(node)
-        if keeper is None or node.name in self._renewing:
+    def _renew(self, node: Node, term: int) -> None:
+        keeper, renewal = self._keeper_of(node), (node, term)
+        if keeper is None or renewal in self._renewing:
             return
-        name = node.name
-        self._renewing.add(name)
+        self._renewing.add(renewal)
 
         async def renew() -> None:
             try:
-                await keeper.renew_lease()
+                await keeper.renew_lease(term)
             finally:
-                self._renewing.discard(name)
+                self._renewing.discard(renewal)
 
         self._spawn(renew())
 

@@ -7,6 +7,8 @@ names are those of the OpenTelemetry semantic conventions for RPC (1.45); ours b
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,8 @@ from fleet_service.telemetry.generation_tracer import GenerationTracer
 
 _SCOPE = "fleet_service"
 _EXPORT_TIMEOUT_S = 5
+CLOSE_S = 2.0
+"""How long an ending head waits for its last spans to go."""
 _W3C_KEYS = frozenset({"traceparent", "tracestate"})
 _SERVER_FAULTS = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
@@ -74,8 +78,19 @@ class Tracing:
         self.fleet_observer = GenerationTracer(tracer)
 
     async def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Send what is left, for CLOSE_S at most; a collector that is away keeps nobody from ending."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
+                loop.call_soon_threadsafe(done.set)
+
+        # A daemon: nothing waits for it at the interpreter's end.
+        threading.Thread(target=shut_down, name="flush traces", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), CLOSE_S)
 
 
 def _otlp(endpoint: str) -> SpanProcessor:

@@ -91,6 +91,8 @@ VERDICT = Verdict(
     reservations=1,
     max_context_tokens=4096,
     report_age_ms=500,
+    decode_reported=True,
+    prefill_reported=False,
 )
 
 

@@ -1,12 +1,13 @@
 """The outermost layer: sizes, broken bytes, request ids, log lines, and streams whose caller leaves."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from fleet.v1 import fleet_service_pb2 as fleet
+from fleet_service.api.interceptors import NullRpcObserver, ServedCall
 from tests.api.conftest import Edge
 from tests.api.fakes import STORY, BrokenReader, EndlessReader, FakeReader, not_found, refusal_of
 
@@ -130,7 +131,25 @@ async def test_a_reader_is_closed_when_its_caller_s_deadline_passes(edge: Edge) 
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(reader.closed.wait(), 10)
-    assert [c.kwargs["code"] for c in await _lines(edge)] == ["DEADLINE_EXCEEDED"]
+    (line,) = await _lines(edge)
+    # Which of the two it was cannot be told when the call was long on its way, as on a busy machine.
+    assert line.kwargs["code"] in {"DEADLINE_EXCEEDED", "CANCELLED"}
+
+
+@pytest.mark.parametrize(
+    "remaining_s,code",
+    [(None, "CANCELLED"), (5.0, "CANCELLED"), (0.03, "DEADLINE_EXCEEDED"), (0.0, "DEADLINE_EXCEEDED")],
+)
+async def test_a_caller_that_hangs_up_at_its_deadline_did_not_cancel(
+    edge: Edge, remaining_s: float | None, code: str
+) -> None:
+    class Context:
+        def time_remaining(self) -> float | None:
+            return remaining_s
+
+    trace = NullRpcObserver().rpc_started("m", ())
+    ServedCall(cast("Any", Context()), trace, cast("Any", edge.log), "req-1").gone()
+    assert [(c.args, c.kwargs["code"]) for c in edge.log.calls] == [(("caller gone",), code)]
 
 
 async def test_a_reader_is_closed_when_its_caller_s_connection_breaks(edge: Edge) -> None:

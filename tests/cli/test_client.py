@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import socket
+from asyncio import timeout
 from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2
 
+from fleet.v1.admin_service_pb2 import ListNodesRequest
 from fleet.v1.fleet_service_pb2 import (
     CompleteRequest,
     GenerateRequest,
     GenerationEvent,
     GetSessionRequest,
 )
-from fleet_service.client import CallError, FleetClient, Reattached, UnreachableError
+from fleet_service.client import CallError, FleetClient, NoAnswerError, Reattached, UnreachableError
 from tests.cli.scripted_head import CONNECTION_LOST, Refuse, ScriptedHead, accepted, finished, tokens
 
 
@@ -33,6 +38,40 @@ async def received(
     async for event in events:
         got.append(event)
     return got
+
+
+@asynccontextmanager
+async def far_away(address: str, one_way_s: float) -> AsyncIterator[str]:
+    """The same listener behind a line that takes this long each way."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(ConnectionError):
+            while data := await loop.sock_recv(source, 65_536):
+                await asyncio.sleep(one_way_s)
+                await loop.sock_sendall(target, data)
+            target.shutdown(socket.SHUT_WR)
+
+    async def accept(listening: socket.socket) -> None:
+        while True:
+            near, _ = await loop.sock_accept(listening)
+            far = sockets.enter_context(socket.socket())
+            far.setblocking(False)
+            sockets.enter_context(near)
+            await loop.sock_connect(far, (host, int(port)))
+            tasks.append(asyncio.create_task(pump(near, far)))
+            tasks.append(asyncio.create_task(pump(far, near)))
+
+    with ExitStack() as sockets:
+        listening = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listening.setblocking(False)
+        tasks.append(asyncio.create_task(accept(listening)))
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def ids(events: list[GenerationEvent]) -> list[int]:
@@ -75,6 +114,24 @@ async def test_where_nothing_listens_the_head_is_unreachable() -> None:
             await client.ask(client.fleet.GetSession(GetSessionRequest(), timeout=10))
         with pytest.raises(UnreachableError):
             await received(client.complete(CompleteRequest()))
+
+
+async def test_a_head_far_away_is_reached_and_one_that_is_too_slow_is_not_called_absent(
+    head: ScriptedHead,
+) -> None:
+    async with far_away(head.admin_address, 0.15) as address:
+        async with FleetClient(address, address) as client:
+            await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=30))
+        async with FleetClient(address, address, connect_timeout_s=0.05) as client:
+            with pytest.raises(NoAnswerError):
+                await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=30))
+
+
+async def test_where_nothing_listens_a_long_timeout_is_not_waited_for() -> None:
+    async with FleetClient("127.0.0.1:1", "127.0.0.1:1", connect_timeout_s=3600) as client, timeout(60):
+        for _ in range(3):
+            with pytest.raises(UnreachableError):
+                await client.ask(client.fleet.GetSession(GetSessionRequest(), timeout=3600))
 
 
 async def test_an_unavailable_with_a_reason_is_no_lost_connection(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import code_pb2, error_details_pb2
@@ -37,6 +39,7 @@ NODE = admin.Node(
     running=3,
     queued=2,
     sessions=5,
+    outbox=1,
     failures={"link_lost": 2},
 )
 MOVED = fleet_pb2.GenerationEvent(
@@ -63,20 +66,28 @@ async def test_generate_prints_ids_as_one_line_and_moves_beside_them(
     head.streams = [
         [accepted(), tokens(0, 10, 11), MOVED, tokens(2, 12), finished(output_tokens=3, context_tokens=3)]
     ]
-    ended = await fleet("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "3")
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "3")
     assert ended.code == 0
     assert ended.out.split() == ["10", "11", "12"]
     assert "moved: node-a -> node-b at index 2 (LINK_LOST), gap 312 ms" in ended.err
     assert "finished: LENGTH, 3 tokens after 3, 1 attempt" in ended.err
     (asked,) = head.requests("Complete")
     assert list(asked.token_ids) == [1, 2, 3]
-    assert (asked.session.model, asked.spec.max_new_tokens) == ("stub", 3)
+    assert (asked.session.model, asked.spec.max_new_tokens) == ("demo", 3)
     assert asked.spec.disconnect_grace_ms > 0
+
+
+async def test_generate_says_when_the_window_ended_the_answer(head: ScriptedHead, fleet: Fleet) -> None:
+    whole = [accepted(), tokens(0, 10), finished(output_tokens=1, context_tokens=3)]
+    head.streams = [whole, whole]
+    ask = ("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new")
+    assert "finished: LENGTH (the window is full), 1 token after 3" in (await fleet(*ask, "5")).err
+    assert "finished: LENGTH, 1 token after 3" in (await fleet(*ask, "1")).err
 
 
 async def test_generate_prints_a_token_before_the_next_one_is_there(head: ScriptedHead) -> None:
     head.streams = [[accepted(), tokens(0, 10), Hang()]]
-    process = await start_fleet(head, "generate", "--model", "stub", "--tokens", "1")
+    process = await start_fleet(head, "generate", "--model", "demo", "--tokens", "1")
     assert process.stdout is not None
     assert await process.stdout.readexactly(2) == b"10"
     process.kill()
@@ -85,7 +96,7 @@ async def test_generate_prints_a_token_before_the_next_one_is_there(head: Script
 
 async def test_generate_as_json_prints_one_event_per_line(head: ScriptedHead, fleet: Fleet) -> None:
     head.streams = [[accepted(), tokens(0, 10, 11), MOVED, finished("STOP", stop_index=0, output_tokens=2)]]
-    ended = await fleet("generate", "--model", "stub", "--tokens", "-", "--json", stdin="1 2\n3\n")
+    ended = await fleet("generate", "--model", "demo", "--tokens", "-", "--json", stdin="1 2\n3\n")
     assert ended.code == 0
     events = [json.loads(line) for line in ended.out.splitlines()]
     assert [event["event"] for event in events] == ["accepted", "tokens", "moved", "finished"]
@@ -100,7 +111,7 @@ async def test_generate_as_json_prints_one_event_per_line(head: ScriptedHead, fl
 async def test_generate_passes_everything_that_was_asked(head: ScriptedHead, fleet: Fleet) -> None:
     head.streams = [[accepted(), finished()]]
     await fleet(
-        *("generate", "--model", "stub", "--tokens", "1", "--max-wall", "2.5", "--temperature", "0.5"),
+        *("generate", "--model", "demo", "--tokens", "1", "--max-wall", "2.5", "--temperature", "0.5"),
         *("--top-k", "4", "--seed", "9", "--stop", "5,6", "--stop", "7", "--label", "zone=a", "--extend"),
     )
     asked = head.requests("Complete")[0]
@@ -127,10 +138,10 @@ async def test_generate_makes_a_missing_session_when_a_model_is_named(
 ) -> None:
     head.replies["GetSession"] = NOT_FOUND
     head.streams = [[accepted(), finished()]]
-    ended = await fleet("generate", "--session", "s9", "--model", "stub", "--tokens", "4,5")
+    ended = await fleet("generate", "--session", "s9", "--model", "demo", "--tokens", "4,5")
     assert ended.code == 0
     (made,) = head.requests("CreateSession")
-    assert (made.session_id, made.spec.model, list(made.token_ids)) == ("s9", "stub", [4, 5])
+    assert (made.session_id, made.spec.model, list(made.token_ids)) == ("s9", "demo", [4, 5])
 
 
 async def test_generate_without_a_model_says_that_the_session_is_missing(
@@ -149,15 +160,15 @@ async def test_generate_exits_with_1_when_the_answer_is_not_whole(head: Scripted
         [accepted(), tokens(0, 10), finished("ERROR", error=cause)],
         [accepted(), finished("CANCELLED")],
     ]
-    ended = await fleet("generate", "--model", "stub", "--tokens", "1")
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1")
     assert (ended.code, ended.out) == (1, "10\n")
     assert "finished: ERROR [POISON_REQUEST] two nodes were lost on it" in ended.err
-    assert (await fleet("generate", "--model", "stub", "--tokens", "1")).code == 1
+    assert (await fleet("generate", "--model", "demo", "--tokens", "1")).code == 1
 
 
 async def test_generate_takes_a_lost_connection_up_again(head: ScriptedHead, fleet: Fleet) -> None:
     head.streams = [[accepted(), tokens(0, 10), CONNECTION_LOST], [accepted(), tokens(1, 11), finished()]]
-    ended = await fleet("generate", "--model", "stub", "--tokens", "1")
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1")
     assert ended.code == 0
     assert ended.out.split() == ["10", "11"]
     assert "connection lost (Socket closed); going on at index 1" in ended.err
@@ -165,13 +176,13 @@ async def test_generate_takes_a_lost_connection_up_again(head: ScriptedHead, fle
 
 async def test_ctrl_c_cancels_the_generation_and_exits_with_130(head: ScriptedHead) -> None:
     head.streams = [[accepted(), tokens(0, 10), Hang()]]
-    process = await start_fleet(head, "generate", "--model", "stub", "--tokens", "1")
+    process = await start_fleet(head, "generate", "--model", "demo", "--tokens", "1")
     assert process.stdout is not None
     assert await process.stdout.readexactly(2) == b"10"
     process.send_signal(signal.SIGINT)
     out, err = await process.communicate()
     assert process.returncode == 130
-    assert b"cancelled after 1 tokens" in err
+    assert b"cancelled after 1 token\n" in err
     (asked,) = head.requests("Complete")
     (cancelled,) = head.requests("CancelGeneration")
     assert cancelled.generation_id == asked.generation_id
@@ -191,7 +202,7 @@ async def test_nodes_shows_a_line_per_node(head: ScriptedHead, fleet: Fleet) -> 
     ]
     for part in ("node-a", "10.0.0.7:8454", "up, cordoned", "stub", "3/8", "25 %", "700 ms"):
         assert part in line
-    assert note == "node-a: new driver; 2 x link_lost"
+    assert note == "node-a: new driver; owed 1 revoke; 2 x link_lost"
 
 
 async def test_nodes_as_json_has_every_field_with_numbers_as_numbers(
@@ -290,18 +301,28 @@ async def test_explain_shows_the_terms_or_why_not(head: ScriptedHead, fleet: Fle
         policy="load-aware",
         chosen="node-a",
         verdicts=[
-            admin.NodeVerdict(node="node-a", eligible=True, eta_ms=1500, decode_tokens_per_s=20),
+            admin.NodeVerdict(
+                node="node-a",
+                eligible=True,
+                eta_ms=1500,
+                decode_tokens_per_s=20,
+                decode_reported=True,
+                prefill_tokens_per_s=200,
+            ),
             admin.NodeVerdict(node="node-b", left_out="down"),
         ],
     )
-    arguments = ("explain", "--model", "stub", "--prompt-tokens", "9", "--label", "zone=a")
+    arguments = ("explain", "--model", "demo", "--prompt-tokens", "9", "--label", "zone=a")
     ended = await fleet(*arguments)
     assert ended.code == 0
     assert "load-aware: it would go to node-a" in ended.out
     assert "1.5 s" in ended.out
+    assert "20/s" in ended.out.replace("~20/s", "")
+    assert "~200/s" in ended.out
+    assert "~ a stand-in" in ended.out
     assert "left out: down" in ended.out
     asked = head.requests("ExplainPlacement")[0]
-    assert (asked.spec.model, asked.prompt_tokens) == ("stub", 9)
+    assert (asked.spec.model, asked.prompt_tokens) == ("demo", 9)
     verdicts = json.loads((await fleet(*arguments, "--json")).out)["verdicts"]
     assert verdicts[0]["eta_ms"] == 1500
     assert "eta_ms" not in verdicts[1]
@@ -320,7 +341,7 @@ async def test_a_refusal_is_told_with_reason_fields_values_and_when_to_retry(
     )
     head.replies["CordonNode"] = Refuse(
         code_pb2.UNAVAILABLE,
-        "no node for now",
+        "no node for now; retry shortly",
         reason="NO_ELIGIBLE_NODE",
         metadata={"down": "3"},
         details=(bad, error_details_pb2.RetryInfo(retry_delay=Duration(seconds=2))),
@@ -332,7 +353,7 @@ async def test_a_refusal_is_told_with_reason_fields_values_and_when_to_retry(
         "  note: at most 512 characters",
         "  down: 3",
         "  try again in 2 s",
-        "  what to do: see why with `fleet nodes` and `fleet explain`, then try again",
+        "  what to do: see why with `fleet nodes` and `fleet explain`",
     ]
     as_json = await fleet("cordon", "node-a", "--json")
     error = json.loads(as_json.err)["error"]
@@ -341,22 +362,142 @@ async def test_a_refusal_is_told_with_reason_fields_values_and_when_to_retry(
     assert error["violations"] == [{"field": "note", "description": "at most 512 characters"}]
 
 
-async def test_where_no_head_answers_it_says_how_to_start_one(fleet: Fleet) -> None:
-    ended = await fleet("nodes", "--admin-address", "127.0.0.1:1")
+@pytest.mark.parametrize(
+    "arguments,where,variable",
+    [
+        (["nodes"], "--admin-address", "FLEET_ADMIN_ADDRESS"),
+        (["explain", "--model", "demo"], "--admin-address", "FLEET_ADMIN_ADDRESS"),
+        (["generate", "--model", "demo", "--tokens", "1"], "--address", "FLEET_ADDRESS"),
+    ],
+)
+async def test_where_no_head_listens_it_says_how_to_start_one(
+    fleet: Fleet, arguments: list[str], where: str, variable: str
+) -> None:
+    ended = await fleet(*arguments, where, "127.0.0.1:1")
     assert (ended.code, ended.out) == (1, "")
-    assert "fleet: no head answers at 127.0.0.1:1 (connection refused)" in ended.err
-    assert "fleet serve --node HOST:PORT" in ended.err
-    assert "--admin-address" in ended.err
+    assert ended.err.splitlines() == [
+        "fleet: no head listens at 127.0.0.1:1 (connection refused)",
+        "  start one:    fleet serve --node HOST:PORT",
+        f"  or say where: {where} HOST:PORT, or {variable}",
+    ]
+
+
+async def test_a_host_of_no_known_name_is_told(fleet: Fleet) -> None:
+    ended = await fleet("nodes", "--admin-address", "no-such-host.invalid")
+    assert "no head listens at no-such-host.invalid:8456 (name not found)" in ended.err
+
+
+async def test_what_does_not_speak_grpc_is_no_head(fleet: Fleet) -> None:
+    async def web_server(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(web_server, "127.0.0.1", 0) as server:
+        address = "127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+        ended = await fleet("sessions", "--address", address)
+    assert ended.code == 1
+    assert f"what listens at {address} is not this service of a head" in ended.err
 
 
 async def test_the_wrong_one_of_the_two_listeners_is_told(head: ScriptedHead, fleet: Fleet) -> None:
     ended = await fleet("nodes", "--admin-address", head.address)
     assert ended.code == 1
     assert "is not this service of a head" in ended.err
+    assert "say where: --admin-address HOST:PORT" in ended.err
 
 
 async def test_a_head_that_does_not_answer_in_time_is_told(head: ScriptedHead, fleet: Fleet) -> None:
     head.replies["ListNodes"] = Hang()
     ended = await asyncio.wait_for(fleet("nodes", "--timeout", "0.5"), 60)
     assert ended.code == 1
-    assert "did not answer in time" in ended.err
+    assert ended.err.splitlines() == [
+        f"fleet: the head at {head.admin_address} did not answer in 0.5 s; it may be busy or far away",
+        "  try again, or wait longer with --timeout SECONDS",
+    ]
+    as_json = await fleet("nodes", "--timeout", "0.5", "--json")
+    assert json.loads(as_json.err)["error"]["reason"] == "NO_ANSWER"
+
+
+async def test_an_address_that_takes_connections_and_says_nothing_is_slow_not_absent(fleet: Fleet) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ended = await fleet("nodes", "--admin-address", address, "--timeout", "0.5")
+    assert ended.code == 1
+    assert f"fleet: the head at {address} did not answer in 0.5 s" in ended.err
+
+
+async def test_a_model_that_nobody_serves_brings_the_one_that_was_meant(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    message = "no node serves model dmeo; list the models that are served and ask for one of them"
+    unknown = Refuse(code_pb2.NOT_FOUND, message, reason="MODEL_NOT_FOUND", metadata={"model": "dmeo"})
+    head.streams = [[unknown], [unknown], [unknown]]
+    ask = ("generate", "--model", "dmeo", "--tokens", "1")
+    head.replies["ListModels"] = fleet_pb2.ListModelsResponse(
+        models=[fleet_pb2.ModelSummary(model=Model(name=name)) for name in ("other", "demo")]
+    )
+    ended = await fleet(*ask)
+    assert (ended.code, ended.err.splitlines()) == (
+        1,
+        ["fleet: no node serves model dmeo [MODEL_NOT_FOUND]", "  what to do: did you mean demo?"],
+    )
+    head.replies["ListModels"] = fleet_pb2.ListModelsResponse(
+        models=[fleet_pb2.ModelSummary(model=Model(name=name)) for name in ("llama", "phi")]
+    )
+    assert "what to do: ask for one that is served: llama, phi" in (await fleet(*ask)).err
+    head.replies["ListModels"] = fleet_pb2.ListModelsResponse()
+    assert "what to do: no node has been up yet: see `fleet nodes`" in (await fleet(*ask)).err
+
+
+async def test_a_misspelt_model_is_told_even_while_a_node_that_may_serve_it_is_down(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    message = "no node can take model dmeo now (1 down); retry shortly"
+    refused = Refuse(code_pb2.UNAVAILABLE, message, reason="NO_ELIGIBLE_NODE", metadata={"model": "dmeo"})
+    head.streams = [[refused], [refused], [refused]]
+    head.replies["ListModels"] = fleet_pb2.ListModelsResponse(
+        models=[fleet_pb2.ModelSummary(model=Model(name="demo"))]
+    )
+    ended = await fleet("generate", "--model", "dmeo", "--tokens", "1")
+    assert ended.err.splitlines()[-1] == "  what to do: did you mean demo?"
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1")
+    assert ended.err.splitlines()[-1] == "  what to do: see why with `fleet nodes` and `fleet explain`"
+    head.replies["ListModels"] = refused
+    ended = await fleet("generate", "--model", "dmeo", "--tokens", "1")
+    assert ended.err.splitlines()[-1] == "  what to do: see why with `fleet nodes` and `fleet explain`"
+
+
+async def test_explain_brings_the_model_that_was_meant(head: ScriptedHead, fleet: Fleet) -> None:
+    head.replies["ExplainPlacement"] = admin.ExplainPlacementResponse(
+        policy="load-aware",
+        refusal_reason="MODEL_NOT_FOUND",
+        refusal_message="no node serves model stubb; list the models that are served and ask for one of them",
+    )
+    head.replies["ListNodes"] = admin.ListNodesResponse(nodes=[NODE])
+    lines = (await fleet("explain", "--model", "stubb")).out.splitlines()
+    assert lines[:2] == [
+        "load-aware: it would go nowhere: no node serves model stubb [MODEL_NOT_FOUND]",
+        "  what to do: did you mean stub?",
+    ]
+
+
+async def test_a_refusal_is_not_said_twice(head: ScriptedHead, fleet: Fleet) -> None:
+    message = "the prompt has 99 tokens, but the widest window of model demo has 64; shorten it"
+    violation = error_details_pb2.BadRequest.FieldViolation(field="token_ids", description=message)
+    head.streams = [
+        [
+            Refuse(
+                code_pb2.INVALID_ARGUMENT,
+                message,
+                reason="CONTEXT_TOO_LONG",
+                metadata={"model": "demo", "promptTokens": "99", "maxContextTokens": "64"},
+                details=(error_details_pb2.BadRequest(field_violations=[violation]),),
+            )
+        ]
+    ]
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1")
+    assert ended.err.splitlines() == [
+        f"fleet: {message.removesuffix('; shorten it')} [CONTEXT_TOO_LONG]",
+        "  what to do: shorten the prompt, or add a node with a wider window (`fleet nodes` shows them)",
+    ]

@@ -11,9 +11,17 @@ import pytest
 from pydantic import SecretStr
 
 from fleet_service import config_sources
+from fleet_service.addresses import split_address
 from fleet_service.app import link_settings
-from fleet_service.config import FleetConfig, HeadConfig, split_address
-from fleet_service.config_sources import ConfigError, Loaded, leaf_fields, load, variable_of
+from fleet_service.config import FleetConfig, HeadConfig
+from fleet_service.config_sources import (
+    ConfigError,
+    Loaded,
+    UnusedVariable,
+    leaf_fields,
+    load,
+    variable_of,
+)
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.settings import HeadSettings
 
@@ -94,7 +102,14 @@ def test_nothing_can_be_changed_afterwards() -> None:
 
 def test_variables_that_name_no_setting_are_told_and_those_of_the_command_line_are_not() -> None:
     environ = {"FLEET_HEED__TICK_S": "1", "FLEET_ADDRESS": "a:1", "FLEET_CONFIG": "", "FLEET_NODES": ""}
-    assert load(environ=environ).unused_variables == ("FLEET_HEED__TICK_S",)
+    environ |= {"FLEET_HEAD__SILENSE_S": "2", "FLEET_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}
+    loaded = load(environ=environ)
+    assert loaded.unused_variables == (
+        UnusedVariable("FLEET_HEAD__SILENSE_S", meant="FLEET_HEAD__SILENCE_S"),
+        UnusedVariable("FLEET_HEED__TICK_S", meant="FLEET_HEAD__TICK_S"),
+        UnusedVariable("FLEET_SERVICE_HOST", meant=""),
+    )
+    assert loaded.config == FleetConfig()
 
 
 # ------------------------------------------------------------------------------------------ what is wrong
@@ -126,7 +141,7 @@ def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant(write: Write)
     assert failure(file=file) == (
         f"head.silense_s (file {file}): there is no such setting. Did you mean head.silence_s?"
     )
-    assert "Did you mean head.silence_s?" in failure(environ={"FLEET_HEAD__SILENSE_S": "2"})
+    assert "Did you mean head.silence_s?" in failure(environ={"FLEET_HEAD": '{"silense_s": 2}'})
     assert "Did you mean head.silence_s?" in failure(flags={"head.silense_s": ("--set", "2")})
 
 
@@ -150,6 +165,9 @@ def test_settings_that_contradict_each_other_are_both_told() -> None:
         ({"FLEET_NODES": "a:0"}, "must have a port of at least 1"),
         ({"FLEET_NODES": "a:70000"}, "must have a port of at most 65535"),
         ({"FLEET_NODES": "a b"}, "must be host:port"),
+        ({"FLEET_NODES": "9000"}, "must be host:port, for example 127.0.0.1:9000"),
+        ({"FLEET_LISTEN__CALLERS": "9000"}, "must be host:port, for example 127.0.0.1:9000"),
+        ({"FLEET_LISTEN__ADMIN": "h"}, "must name a port, for example h:8456"),
         ({"FLEET_LINKS": "5"}, "links (environment FLEET_LINKS): must be a section"),
         ({"FLEET_HEAD": "{x"}, "environment FLEET_HEAD: a section as a whole must be a JSON object"),
         ({"FLEET_HEAD__TICK_S": "nan"}, "must be a finite number"),
@@ -174,7 +192,9 @@ def test_addresses_are_taken_apart(text: str, parts: tuple[str, int]) -> None:
     assert split_address(text) == parts
 
 
-@pytest.mark.parametrize("text", ["", ":1", "h", "h:", "h:x", "::1:5", "h:-1", "http://h:1"])
+@pytest.mark.parametrize(
+    "text", ["", ":1", "h", "h:", "h:x", "::1:5", "h:-1", "http://h:1", "8455", "8455:8455"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must"):
         split_address(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_help_shows_examples_that_call_the_command(fleet: Run, command: list[str
     assert f"fleet {' '.join(command)}" in shown
 
 
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_help_names_the_model_as_the_readme_does(fleet: Run, command: list[str]) -> None:
+    models = re.findall(r"--model (?!TEXT)(\S+)", fleet(*command, "--help").output.partition("Examples:")[2])
+    assert set(models) <= {"demo"}
+
+
 def test_help_lists_every_command(fleet: Run) -> None:
     output = fleet("--help").output
     for command in COMMANDS:
@@ -75,6 +82,9 @@ def test_the_version_is_shown(fleet: Run) -> None:
         (["explain", "--session", "s", "--model", "m"], "say either --session ID or --model NAME"),
         (["config", "--set", "head.tick_s"], "write NAME=VALUE"),
         (["sessions", "--state", "asleep"], "asleep"),
+        (["sessions", "--address", "8455"], "'8455' must be host:port, for example 127.0.0.1:8455"),
+        (["nodes", "--admin-address", "a b"], "'a b' must be host:port, for example 127.0.0.1:8456"),
+        (["nodes", "add", "8454"], "'8454' must be host:port, for example 127.0.0.1:8454"),
     ],
 )
 def test_wrong_use_exits_with_2_and_says_what_is_wrong(
@@ -97,6 +107,9 @@ def test_serve_refuses_wrong_settings_before_it_listens(fleet: Run) -> None:
     assert "nodes = " in result.output
     assert "(flag --node): must name each node once" in result.output
     assert "(flag --log-level): must be" in result.output
+    lone_ports = fleet("serve", "--listen", "9000", "--node", "9001").output
+    assert "(flag --listen): must be host:port, for example 127.0.0.1:9000." in lone_ports
+    assert "(flag --node): must be host:port, for example 127.0.0.1:9001." in lone_ports
 
 
 def test_config_prints_a_file_that_gives_the_same_settings_again(fleet: Run, tmp_path: Path) -> None:
@@ -113,7 +126,8 @@ def test_config_prints_a_file_that_gives_the_same_settings_again(fleet: Run, tmp
 def test_config_says_where_each_value_came_from(
     fleet: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "fleet.toml"
+    monkeypatch.chdir(tmp_path)  # a long path would go on in a second line
+    file = Path("fleet.toml")
     file.write_text("[head]\ntick_s = 2\n", encoding="utf-8")
     monkeypatch.setenv("FLEET_HEAD__SILENCE_S", "5")
     lines: list[str] = fleet("config", "--config", str(file), "--set", "head.lease_s=90").output.splitlines()
@@ -142,6 +156,24 @@ def test_config_as_json_has_value_source_and_meaning_of_every_setting(
     assert settings["nodes"]["value"] == []
 
 
-def test_config_warns_of_variables_that_name_no_setting(fleet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEET_HAED__SILENCE_S", "5")
-    assert "FLEET_HAED__SILENCE_S is set, but names no setting" in fleet("config").stderr
+def test_config_lines_are_short_enough_to_read(fleet: Run) -> None:
+    lines = fleet("config").output.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert all(line.partition("  # ")[2] for line in lines if line and not line.startswith("["))
+
+
+@pytest.mark.parametrize(
+    "variable,hint",
+    [
+        ("FLEET_HAED__SILENCE_S", "did you mean FLEET_HEAD__SILENCE_S?"),
+        ("FLEET_HEAD__SILENSE_S", "did you mean FLEET_HEAD__SILENCE_S?"),
+        ("FLEET_SERVICE_HOST", "`fleet config` lists them"),
+    ],
+)
+def test_config_warns_of_variables_that_name_no_setting(
+    fleet: Run, monkeypatch: pytest.MonkeyPatch, variable: str, hint: str
+) -> None:
+    monkeypatch.setenv(variable, "5")
+    result = fleet("config")
+    assert result.exit_code == 0
+    assert f"fleet: {variable} is set, but names no setting and is ignored; {hint}\n" in result.stderr

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from examples.processes import Child, Children, command_of
+from fleet.v1 import fleet_service_pb2_grpc
 from fleet.v1.fleet_service_pb2 import (
     CompleteRequest,
     CreateSessionRequest,
@@ -32,8 +35,9 @@ from fleet_service.config import FleetConfig, ListenConfig
 from node_stub.reference import StubModel, reference_tokens
 from tests.cli.conftest import Ended
 
+ROOT = Path(__file__).parents[2]
 SLOW_RATE = 40
-MODEL = StubModel(name="stub")
+MODEL = StubModel(name="demo")
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -118,13 +122,13 @@ def whole(seconds: float, prompt: list[int]) -> CompleteRequest:
 
 
 async def test_generate_gives_exactly_the_models_answer(real: RealFleet) -> None:
-    ended = await real.fleet("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "20")
+    ended = await real.fleet("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "20")
     assert ended.code == 0
     assert [int(token) for token in ended.out.split()] == expected([1, 2, 3], 20)
 
 
 async def test_a_session_goes_on_over_several_commands(real: RealFleet) -> None:
-    arguments = ("generate", "--session", "s1", "--model", "stub", "--max-new", "5", "--extend")
+    arguments = ("generate", "--session", "s1", "--model", "demo", "--max-new", "5", "--extend")
     first = await real.fleet(*arguments, "--tokens", "1,2,3")
     second = await real.fleet(*arguments, "--tokens", "4")
     answer = expected([1, 2, 3], 5)
@@ -140,7 +144,7 @@ async def test_a_session_goes_on_over_several_commands(real: RealFleet) -> None:
 
 async def test_generate_survives_the_death_of_its_node(real: RealFleet) -> None:
     process = await real.start_fleet(
-        *("generate", "--model", "stub", "--tokens", "1,2,3", "--max-new", "80", "--json")
+        *("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "80", "--json")
     )
     assert process.stdout is not None
     events = []
@@ -159,7 +163,7 @@ async def test_generate_survives_the_death_of_its_node(real: RealFleet) -> None:
 
 
 async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
-    process = await real.start_fleet("generate", "--model", "stub", "--tokens", "1", "--max-new", "4000")
+    process = await real.start_fleet("generate", "--model", "demo", "--tokens", "1", "--max-new", "4000")
     assert process.stdout is not None
     await process.stdout.readexactly(1)
     process.send_signal(signal.SIGINT)
@@ -172,16 +176,16 @@ async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
 async def test_a_cordoned_node_is_explained_and_gets_no_work(real: RealFleet) -> None:
     cordoned = await real.fleet("cordon", "a", "--note", "new driver", "--json")
     assert json.loads(cordoned.out)["cordon_note"] == "new driver"
-    explained = await real.fleet("explain", "--model", "stub", "--prompt-tokens", "3")
+    explained = await real.fleet("explain", "--model", "demo", "--prompt-tokens", "3")
     assert "it would go to b" in explained.out
     assert "left out: cordoned" in explained.out
     await real.fleet("cordon", "b")
-    refused = await real.fleet("generate", "--model", "stub", "--tokens", "1")
+    refused = await real.fleet("generate", "--model", "demo", "--tokens", "1")
     assert (refused.code, refused.out) == (1, "")
     assert "[NO_ELIGIBLE_NODE]" in refused.err
     assert "try again in" in refused.err
     assert (await real.fleet("uncordon", "b")).code == 0
-    assert (await real.fleet("generate", "--model", "stub", "--tokens", "1", "--max-new", "2")).code == 0
+    assert (await real.fleet("generate", "--model", "demo", "--tokens", "1", "--max-new", "2")).code == 0
 
 
 async def test_nodes_are_removed_added_and_probed(real: RealFleet) -> None:
@@ -198,26 +202,97 @@ async def test_nodes_are_removed_added_and_probed(real: RealFleet) -> None:
     assert (await real.fleet("nodes", "remove", "c")).code == 1
 
 
-async def test_the_first_session_of_the_readme_runs(real: RealFleet) -> None:
+async def run_python(*arguments: str) -> Ended:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "examples.first_session", real.callers),
+        *(sys.executable, *arguments),
         stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
     )
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    printed = [int(line.rpartition(" ")[2]) for line in out.decode().splitlines() if "token_ids:" in line]
-    assert printed == expected([1, 2, 3], 16)
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+def python_of(document: str) -> str:
+    """The one block of Python in a document."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
+    return str(block)
+
+
+def printed_tokens(ended: Ended) -> list[int]:
+    assert ended.code == 0, ended.err
+    return [int(line.rpartition(" ")[2]) for line in ended.out.splitlines() if "token_ids:" in line]
+
+
+async def test_the_first_session_of_the_readme_runs_and_is_the_example(real: RealFleet) -> None:
+    block = python_of("README.md")
+    ended = await run_python("-c", block.replace("127.0.0.1:8455", real.callers))
+    assert printed_tokens(ended) == expected([1, 2, 3], 16)
+    as_example = block.replace('"127.0.0.1:8455"', "address").replace('"demo"', "model")
+    body = as_example.partition("as rpc\n\n")[2]
+    assert textwrap.indent(body, "    ") in (ROOT / "examples/first_session.py").read_text(encoding="utf-8")
+    ended = await run_python("-m", "examples.first_session", real.callers)
+    assert printed_tokens(ended) == expected([1, 2, 3], 16)
+
+
+async def test_the_first_session_says_what_is_wrong_when_no_node_is_up(real: RealFleet) -> None:
+    for name, node in real.nodes.items():
+        node.kill()
+        assert (await real.fleet("nodes", "remove", name)).code == 0
+    ended = await run_python("-m", "examples.first_session", real.callers)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith("NOT_FOUND: no node serves model demo")
+    ended = await run_python("-m", "examples.first_session", "127.0.0.1:1")
+    assert (ended.code, ended.err.startswith("UNAVAILABLE: ")) == (1, True)
+
+
+async def test_errors_are_read_as_the_document_says(real: RealFleet) -> None:
+    found: dict[str, Any] = {}
+    exec(python_of("docs/errors.md"), found)
+    refusals = []
+    with grpc.insecure_channel(real.callers) as channel, grpc.insecure_channel("127.0.0.1:1") as nowhere:
+        request = CreateSessionRequest(spec=SessionSpec(model="other"))
+        for each in (channel, nowhere):
+            create: Any = fleet_service_pb2_grpc.FleetServiceStub(each).CreateSession
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.to_thread(create, request)
+            refusals.append(found["read_error"](caught.value))
+        await real.fleet("cordon", "a")
+        await real.fleet("cordon", "b")
+        create = fleet_service_pb2_grpc.FleetServiceStub(channel).CreateSession
+        with pytest.raises(grpc.RpcError) as caught:
+            await asyncio.to_thread(create, CreateSessionRequest(spec=SessionSpec(model=MODEL.name)))
+    assert refusals == [("MODEL_NOT_FOUND", {"model": "other"}, None), ("", {}, None)]
+    reason, metadata, retry_after_s = found["read_error"](caught.value)
+    assert (reason, metadata) == ("NO_ELIGIBLE_NODE", {"model": MODEL.name, "cordoned": "2"})
+    assert retry_after_s >= 1
 
 
 # ------------------------------------------------------------------------------------ start and the end
 
 
 async def test_a_port_in_use_ends_the_start_with_1_and_says_so(real: RealFleet) -> None:
-    ended = await real.fleet("serve", "--listen", real.callers, "--admin-listen", "127.0.0.1:0")
+    taken = ("--listen", real.callers, "--admin-listen", "127.0.0.1:0")
+    ended = await real.fleet("serve", *taken, "--log-level", "error")
     assert (ended.code, ended.out) == (1, "")
-    assert f"fleet: cannot listen on {real.callers}" in ended.err
-    assert "in use" in ended.err
+    assert ended.err == (
+        f"fleet: cannot listen on {real.callers}: the port is in use; "
+        "choose another with --listen (setting listen.callers)\n"
+    )
+    taken = ("--listen", "127.0.0.1:0", "--admin-listen", real.admin)
+    ended = await real.fleet("serve", *taken, "--log-level", "error")
+    assert f"cannot listen on {real.admin}: the port is in use" in ended.err
+    assert "--admin-listen (setting listen.admin)" in ended.err
+
+
+async def test_an_address_that_is_not_ours_ends_the_start_and_says_so(real: RealFleet) -> None:
+    for address, why in (
+        ("203.0.113.1:1", "the address is none of this machine's"),
+        ("no-such-host.invalid:1", "no-such-host.invalid is the name of no host"),
+    ):
+        ended = await real.fleet("serve", "--listen", address, "--admin-listen", "127.0.0.1:0")
+        assert (ended.code, f"cannot listen on {address}: {why};" in ended.err) == (1, True)
 
 
 async def test_sigterm_lets_generations_end_refuses_new_ones_and_exits_with_0(real: RealFleet) -> None:

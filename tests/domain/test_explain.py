@@ -45,6 +45,8 @@ def test_an_explanation_shows_the_best_first_and_why_the_others_were_left_out() 
         reservations=1,
         max_context_tokens=4096,
         report_age_ms=1500,
+        decode_reported=True,
+        prefill_reported=False,
     )
 
 
@@ -52,6 +54,7 @@ def test_the_rates_shown_for_a_node_that_reported_none_are_the_stand_ins_used() 
     nodes = [FakeNode("known").reporting(Report(decode_tokens_per_s=70)), FakeNode("new")]
     new = explain(nodes, Demand(MODEL), make_policy("load-aware"), NOW_S)[1]
     assert (new.node, new.decode_tokens_per_s, new.prefill_tokens_per_s) == ("new", 70, 200)
+    assert (new.decode_reported, new.prefill_reported) == (False, False)
     assert (new.kv_used_pct, new.report_age_ms) == (None, None)
 
 

@@ -72,12 +72,21 @@ def test_two_losses_at_one_token_are_poison_and_progress_between_is_not() -> Non
     _again(other.after(Failure(FailureClass.LINK_LOST, "b"), 4))
 
 
-def test_a_link_that_is_back_at_once_is_no_lost_node() -> None:
+def test_a_link_that_is_back_at_once_is_no_lost_node_but_is_trusted_once() -> None:
     budget = AttemptBudget()
     back = Failure(FailureClass.LINK_LOST, "a", same_run_is_back=True)
     assert _again(budget.after(back, 0)).where is Where.SAME_NODE
-    assert _again(budget.after(back, 0)).where is Where.SAME_NODE
+    second = _again(budget.after(back, 0))
+    assert second.where is Where.ANYWHERE
+    assert second.prefer_not == {"a"}
     assert _cause(budget.after(back, 0)) is Reason.ATTEMPTS_EXHAUSTED
+
+
+def test_a_node_that_does_not_answer_before_a_replay_costs_nothing() -> None:
+    budget = AttemptBudget()
+    _again(budget.after(Failure(FailureClass.LINK_LOST, "a"), 3))
+    for _ in range(20):
+        assert _again(budget.after(Failure(FailureClass.NO_ANSWER, "b"), 3)).prefer_not == {"b"}
 
 
 def test_a_lost_session_is_bound_again_there_once_then_elsewhere() -> None:
@@ -127,5 +136,7 @@ def test_an_epoch_of_a_later_term_means_that_another_head_owns_the_session() -> 
     same = Refusal(RefusalCode.STALE_EPOCH, current_epoch=make_epoch(8, 7))
     assert failure_of_refusal(newer, "a", own_term=8).kind is FailureClass.OWNER_CHANGED
     assert failure_of_refusal(same, "a", own_term=8).kind is FailureClass.STALE_EPOCH
+    absurd = Refusal(RefusalCode.STALE_EPOCH, current_epoch=make_epoch(2**32 - 1, 1))
+    assert failure_of_refusal(absurd, "a", own_term=8).kind is FailureClass.NODE_FAULT
     owner_changed = Failure(FailureClass.OWNER_CHANGED, "a")
     assert _cause(AttemptBudget().after(owner_changed, 2)) is Reason.OWNER_CHANGED

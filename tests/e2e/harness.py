@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,18 +22,18 @@ import structlog
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.stub.v1.stub_service_pb2_grpc import StubServiceStub
-from fleet.v1 import admin_service_pb2 as admin_pb
-from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.admin_service_pb2_grpc import AdminServiceStub
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
-from fleet.v1.types_pb2 import FinishReason
 from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
-from fleet_service.api.server import EdgeParts, Listener, callers_listener, operators_listener
+from fleet_service.api.server import EdgeParts, Listener, callers_listener, join_listener, operators_listener
 from fleet_service.domain.errors import FleetError
 from fleet_service.domain.node_types import NodeState
+from fleet_service.links.dialer import FleetDialer
+from fleet_service.links.join import JoinDoor
 from fleet_service.links.plain import PlainDialer
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
+from fleet_service.runtime.node import Node
 from fleet_service.runtime.observer import FleetObserver
 from fleet_service.runtime.protocols import Dialer
 from fleet_service.runtime.settings import HeadSettings
@@ -105,9 +105,9 @@ class NodeProcess:
             stderr=asyncio.subprocess.DEVNULL,
         )
         assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S)).decode()
+        line = (await asyncio.wait_for(self._process.stdout.readline(), 2 * PATIENCE_S)).decode()
         assert " on " in line, f"fleet-node said {line!r}"
-        self.address = line.strip().rpartition(" on ")[2]
+        self.address = line.strip().rpartition(" on ")[2]  # with --join, that of its control
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.aio.insecure_channel(self.address, options=options)
         return self
@@ -181,8 +181,8 @@ class HeadServer:
 
 
 def settings(**overrides: object) -> HeadSettings:
-    """The head's settings with short patience, so that tests of silence take seconds."""
-    defaults: dict[str, object] = {"silence_s": 1.5, "tick_s": 0.25, "command_timeout_s": 2.0}
+    """The head's settings with short waits, but patience with nodes of a busy machine."""
+    defaults: dict[str, object] = {"silence_s": 5.0, "tick_s": 0.25, "command_timeout_s": 5.0}
     return HeadSettings(**(defaults | overrides))  # type: ignore[arg-type]
 
 
@@ -190,6 +190,9 @@ def settings(**overrides: object) -> HeadSettings:
 class World:
     """Everything a test starts, and its end."""
 
+    kind: str = "plain"
+    """How the head and its nodes speak: "plain" RPCs, a multiplexed "link", or the nodes "join"."""
+    join_port: int = 0
     nodes: list[NodeProcess] = field(default_factory=list)
     heads: list[HeadServer] = field(default_factory=list)
 
@@ -198,7 +201,8 @@ class World:
         name = identity or f"node-{len(self.nodes) + 1}"
         defaults = () if "--decode-rate" in flags else ("--decode-rate", "200")
         lanes = () if "--lanes" in flags else ("--lanes", "4")
-        node = await NodeProcess(name, ["--model", model, *defaults, *lanes, *flags]).start()
+        joins = ("--join", f"127.0.0.1:{self.join_port}") if self.kind == "join" else ()
+        node = await NodeProcess(name, ["--model", model, *joins, *defaults, *lanes, *flags]).start()
         self.nodes.append(node)
         return node
 
@@ -218,7 +222,7 @@ class World:
         links = LinkSettings(
             report_period_s=min(0.5, config.silence_s / 3), command_timeout_s=config.command_timeout_s
         )
-        dialer: Dialer = PlainDialer(links)
+        dialer: Dialer = PlainDialer(links) if self.kind == "plain" else FleetDialer(links)
         if through is not None:
             dialer = through(dialer)
         head = Head(
@@ -235,12 +239,17 @@ class World:
             callers_listener(head, parts, "127.0.0.1:0"),
             operators_listener(head.operators, parts, "127.0.0.1:0"),
         ]
-        await head.start([each if isinstance(each, str) else each.address for each in nodes])
+        dialed = [each if isinstance(each, str) else each.address for each in nodes]
+        if self.kind == "join":
+            door = JoinDoor(head.nodes.desk, head.nodes.introduction, links)
+            listeners.append(join_listener(door, parts, f"127.0.0.1:{self.join_port}"))
+            await listeners[-1].start()
+            dialed = []
+        await head.start(dialed)
         # On a busy machine the first connection may take longer than the head waits for it.
-        awake = {node.address for node in nodes if isinstance(node, NodeProcess) and not node.frozen}
-        met = [node for node in head.fleet.nodes if node.address in awake]
-        await until(lambda: all(node.state is not NodeState.CONNECTING for node in met), "nodes answered")
-        for listener in listeners:
+        awake = [node for node in nodes if isinstance(node, NodeProcess) and node.alive and not node.frozen]
+        await until(lambda: all(self._met(head, node) for node in awake), "nodes answered")
+        for listener in listeners[:2]:
             await listener.start()
             listener.set_serving(serving=True)
         address = f"127.0.0.1:{listeners[0].port}"
@@ -272,20 +281,33 @@ class World:
         for view in views:
             with suppress(FleetError):  # a session for one answer goes by itself
                 await head.finish_session(view.session_id)
-        alive = [node for node in self.nodes if node.alive and not node.frozen]
-        addresses = {node.address for node in alive}
-        fleet = [node for node in head.fleet.nodes if node.address in addresses]
-        await until(lambda: not any(node.outbox for node in fleet), "revokes were delivered")
+        # Asked each time: one that has just died may not be known to be dead yet.
+        await until(lambda: not self._owed(head), "revokes were delivered")
         assert head.operators.books_balance
         assert [node.reservations for node in head.fleet.nodes] == [0] * len(head.fleet.nodes)
         assert [len(node.queue) for node in head.fleet.nodes] == [0] * len(head.fleet.nodes)
         assert [node.sessions for node in head.fleet.nodes] == [0] * len(head.fleet.nodes)
         drivers = [task for task in asyncio.all_tasks() if task.get_name().startswith("drive ")]
         assert drivers == []
-        heads_nodes = {node.address for node in head.fleet.nodes}
-        for node in alive:
-            if node.address in heads_nodes:
+        for node in self._alive():
+            if self._at_head(head, node) is not None:
                 await self._holds_nothing(node)
+
+    def _alive(self) -> list[NodeProcess]:
+        return [node for node in self.nodes if node.alive and not node.frozen]
+
+    def _owed(self, head: Head) -> bool:
+        """Whether a node that lives is owed a revoke."""
+        known = [self._at_head(head, node) for node in self._alive()]
+        return any(node is not None and node.outbox for node in known)
+
+    def _at_head(self, head: Head, process: NodeProcess) -> Node | None:
+        address = f"joined:{process.identity}" if self.kind == "join" else process.address
+        return head.fleet.at(address)
+
+    def _met(self, head: Head, process: NodeProcess) -> bool:
+        node = self._at_head(head, process)
+        return node is not None and node.state is not NodeState.CONNECTING
 
     @staticmethod
     async def _holds_nothing(node: NodeProcess) -> None:
@@ -297,193 +319,3 @@ class World:
                 return
             assert time.monotonic() < give_up, f"{node.identity} still holds {left} or runs: {held}"
             await asyncio.sleep(0.02)
-
-
-# What callers do
-
-
-@dataclass
-class Answer:
-    """A stream as its reader saw it."""
-
-    events: list[pb.GenerationEvent] = field(default_factory=list)
-
-    def take(self, event: pb.GenerationEvent) -> None:
-        """Check the order that every reader may rely on, event by event."""
-        kind = event.WhichOneof("event")
-        assert kind is not None
-        assert not self.finishes, "an event came after the terminal one"
-        assert bool(self.events) == (kind != "accepted"), "accepted is the first event, once"
-        if kind == "tokens" and self.first_index is not None:
-            assert event.tokens.first_index == self.first_index + len(self.tokens), "a gap or a repeat"
-        self.events.append(event)
-
-    def _of(self, kind: str) -> list[pb.GenerationEvent]:
-        return [event for event in self.events if event.WhichOneof("event") == kind]
-
-    @property
-    def generation_id(self) -> str:
-        return self.events[0].accepted.generation_id
-
-    @property
-    def first_index(self) -> int | None:
-        batches = self._of("tokens")
-        return batches[0].tokens.first_index if batches else None
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for event in self._of("tokens") for token in event.tokens.token_ids]
-
-    @property
-    def started(self) -> list[pb.Started]:
-        return [event.started for event in self._of("started")]
-
-    @property
-    def moves(self) -> list[pb.Moved]:
-        return [event.moved for event in self._of("moved")]
-
-    @property
-    def finishes(self) -> list[pb.Finished]:
-        return [event.finished for event in self._of("finished")]
-
-    @property
-    def finished(self) -> pb.Finished:
-        (finished,) = self.finishes
-        return finished
-
-    @property
-    def reason(self) -> str:
-        return pb_reason(self.finished)
-
-
-def pb_reason(finished: pb.Finished) -> str:
-    """The finish's name, e.g. LENGTH."""
-    return FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_")
-
-
-async def events_of(call: object) -> AsyncIterator[pb.GenerationEvent]:
-    """The events of a Generate, Complete or AttachGeneration call."""
-    async for response in call:  # type: ignore[attr-defined]
-        yield response.event
-
-
-async def read_all(call: object, on_event: Callable[[Answer], object] | None = None) -> Answer:
-    """The whole stream; `on_event` may look, or act, after each event (a coroutine is awaited)."""
-    answer = Answer()
-    async with asyncio.timeout(PATIENCE_S * 2):
-        async for event in events_of(call):
-            answer.take(event)
-            if on_event is not None:
-                result = on_event(answer)
-                if asyncio.iscoroutine(result):
-                    await result
-    assert len(answer.finishes) == 1
-    return answer
-
-
-def complete(
-    server: HeadServer, token_ids: Sequence[int], n: int, model: str = MODEL.name, **spec: object
-) -> object:
-    """A Complete call for `n` tokens; `spec` are fields of GenerationSpec."""
-    generation = pb.GenerationSpec(max_new_tokens=n, **spec)  # type: ignore[arg-type]
-    request = pb.CompleteRequest(session=pb.SessionSpec(model=model), token_ids=token_ids, spec=generation)
-    return server.fleet.Complete(request)
-
-
-async def open_session(
-    server: HeadServer, token_ids: Sequence[int] = (), model: str = MODEL.name, **fields: object
-) -> str:
-    """A session's id; `fields` are those of SessionSpec."""
-    spec = pb.SessionSpec(model=model, **fields)  # type: ignore[arg-type]
-    answer = await server.fleet.CreateSession(pb.CreateSessionRequest(spec=spec, token_ids=token_ids))
-    return answer.session.session_id
-
-
-def generate(server: HeadServer, session_id: str, n: int, generation_id: str = "", **spec: object) -> object:
-    """A Generate call for `n` tokens; `spec` are fields of GenerationSpec."""
-    generation = pb.GenerationSpec(max_new_tokens=n, **spec)  # type: ignore[arg-type]
-    request = pb.GenerateRequest(session_id=session_id, generation_id=generation_id, spec=generation)
-    return server.fleet.Generate(request)
-
-
-async def cordon(server: HeadServer, *nodes: NodeProcess) -> None:
-    """Let the nodes take no new work."""
-    for node in nodes:
-        await server.admin.CordonNode(admin_pb.CordonNodeRequest(node=node.identity))
-
-
-async def uncordon(server: HeadServer, *nodes: NodeProcess) -> None:
-    for node in nodes:
-        await server.admin.UncordonNode(admin_pb.UncordonNodeRequest(node=node.identity))
-
-
-async def open_session_on(
-    server: HeadServer,
-    node: NodeProcess,
-    token_ids: Sequence[int] = (),
-    session_id: str = "",
-    model: str = MODEL.name,
-) -> str:
-    """A session placed on `node`, the others being cordoned meanwhile; its id."""
-    others = [each for each in server.head.fleet.nodes if each.name != node.identity and not each.cordoned]
-    for other in others:
-        await server.admin.CordonNode(admin_pb.CordonNodeRequest(node=other.name))
-    request = pb.CreateSessionRequest(
-        session_id=session_id, spec=pb.SessionSpec(model=model), token_ids=token_ids
-    )
-    answer = await server.fleet.CreateSession(request)
-    for other in others:
-        await server.admin.UncordonNode(admin_pb.UncordonNodeRequest(node=other.name))
-    assert answer.session.node == node.identity
-    return answer.session.session_id
-
-
-async def context_of(server: HeadServer, session_id: str) -> list[int]:
-    """The session's context as the head tells it."""
-    request = pb.GetSessionRequest(session_id=session_id, include_token_ids=True)
-    return list((await server.fleet.GetSession(request)).token_ids)
-
-
-class Reading:
-    """A stream that is read in the background, so that a test can act at a chosen moment of it."""
-
-    def __init__(self, call: object) -> None:
-        self.answer = Answer()
-        self._call = call
-        self._news = asyncio.Event()
-        self._task = asyncio.create_task(self._read(), name="reading")
-
-    async def _read(self) -> None:
-        try:
-            async for event in events_of(self._call):
-                self.answer.take(event)
-                self._news.set()
-        finally:
-            self._news.set()
-
-    async def until(self, condition: Callable[[Answer], object]) -> Answer:
-        """Wait until what was read so far fulfils `condition`."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition(self.answer):
-                if self._task.done():
-                    self._task.result()
-                    raise AssertionError(f"the stream ended first: {self.answer.events[-1:]}")
-                self._news.clear()
-                await self._news.wait()
-        return self.answer
-
-    async def until_tokens(self, count: int) -> Answer:
-        return await self.until(lambda answer: len(answer.tokens) >= count)
-
-    async def end(self) -> Answer:
-        """The whole answer; raises what ended the stream otherwise."""
-        async with asyncio.timeout(PATIENCE_S * 2):
-            await self._task
-        assert len(self.answer.finishes) == 1
-        return self.answer
-
-    async def leave(self) -> Answer:
-        """Go away, as a caller that hangs up; what had come by then."""
-        self._call.cancel()  # type: ignore[attr-defined]
-        await asyncio.wait({self._task})
-        return self.answer

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import grpc
 
-from node_stub.faults import Fault
 from node_stub.reference import StubModel
 from node_stub.rules import Limits
 from node_stub.stub_engine import EngineSettings
@@ -59,18 +58,17 @@ async def local_node(
     labels: Mapping[str, str] | None = None,
     inline_bind: bool = True,
     limits: Limits | None = None,
-    fault: Fault | None = None,
+    revision: str = MODEL.revision,
 ) -> LocalNode:
     """A node for `world`, serving `models` (name to window in tokens), by default the one of the harness."""
     served = models or {MODEL.name: window_tokens}
     settings = StubSettings(
         identity=identity or f"node-{len(world.nodes) + 1}",
-        models=[(StubModel(name), window) for name, window in served.items()],
+        models=[(StubModel(name, revision), window) for name, window in served.items()],
         engine=EngineSettings(lanes, decode_rate, prefill_rate),
         labels=labels or {},
         inline_bind=inline_bind,
         limits=limits or Limits(),
-        faults=(fault,) if fault else (),
     )
     node = await LocalNode(StubNode(settings)).start()
     world.nodes.append(node)

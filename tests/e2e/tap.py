@@ -91,8 +91,8 @@ class _TappedLink:
     async def revoke(self, command: Revoke) -> Refusal | None:
         return await self._link.revoke(command)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        return await self._link.renew_lease(lease_s)
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        return await self._link.renew_lease(lease_s, term)
 
     async def reconcile(self) -> Sequence[HeldSession]:
         return await self._link.reconcile()

@@ -12,22 +12,18 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1 import types_pb2
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
+from tests.e2e.callers import (
     Reading,
-    World,
     complete,
     context_of,
     cordon,
-    expected,
     generate,
     open_session,
     open_session_on,
-    prompt,
     read_all,
     uncordon,
 )
+from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
 

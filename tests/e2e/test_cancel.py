@@ -7,22 +7,18 @@ from collections.abc import Awaitable, Callable
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import (
+from tests.e2e.callers import (
     Answer,
-    HeadServer,
-    NodeProcess,
     Reading,
-    World,
     complete,
     context_of,
-    expected,
     generate,
     open_session,
+    open_session_on,
     pb_reason,
-    prompt,
     read_all,
-    until,
 )
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt, until
 from tests.e2e.refused import refusal_of
 
 CANCELLED = pb.CancelGenerationResponse.OUTCOME_CANCELLED
@@ -160,8 +156,9 @@ async def test_a_cancel_while_the_answer_has_lost_its_node_and_waits_for_another
 
 async def test_a_cancel_while_a_frozen_node_is_given_time_reaches_it_when_it_wakes(world: World) -> None:
     node, other = await world.start_nodes(2, "--decode-rate", "50")
-    server = await world.head(node)
-    reading = Reading(complete(server, prompt(10), 200))
+    server = await world.head(node, other)
+    session_id = await open_session_on(server, node, prompt(10))
+    reading = Reading(generate(server, session_id, 200))
     await reading.until_tokens(5)
     node.freeze()
     answer = await cancel_reading(server, reading)

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.e2e.harness import (
-    Answer,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Answer, Reading, complete, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt
 
 
 def check_in_time(answer: Answer, wall_ms: int, tokens: int | None = None) -> None:
@@ -54,7 +42,7 @@ async def test_two_seconds_are_two_seconds_though_two_nodes_stall_one_after_the_
         world.node("first", "--fault", "after-tokens=4:stall"),
         world.node("second", "--fault", "after-tokens=3:stall"),
     )
-    server = await world.head(first, second, generation_stall_s=1.2)
+    server = await world.head(first, second, generation_stall_s=1.05)
     session_id = await open_session_on(server, first, prompt(20))
     answer = await read_all(generate(server, session_id, 40, max_wall_ms=2000, extend_context=True))
     check_in_time(answer, 2000, tokens=7)

@@ -10,21 +10,17 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
-from tests.e2e.harness import (
+from tests.e2e.callers import (
     Answer,
-    HeadServer,
-    NodeProcess,
     Reading,
-    World,
     complete,
     context_of,
     events_of,
-    expected,
     generate,
     open_session,
-    prompt,
     read_all,
 )
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt
 from tests.e2e.refused import refusal_of
 
 CANCEL = pb.ON_DISCONNECT_CANCEL

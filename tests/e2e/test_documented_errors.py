@@ -13,18 +13,8 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    Reading,
-    World,
-    complete,
-    cordon,
-    generate,
-    open_session,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Reading, complete, cordon, generate, open_session, read_all
+from tests.e2e.harness import MODEL, HeadServer, World, prompt
 from tests.e2e.local_nodes import LocalNode, local_node
 from tests.e2e.refused import Refused, refusal_of
 

@@ -7,19 +7,8 @@ from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import types_pb2
 from fleet_service.domain.commands import Append, Refusal, RefusalCode
 from fleet_service.runtime.protocols import NodeLink
-from tests.e2e.harness import (
-    Reading,
-    World,
-    complete,
-    cordon,
-    expected,
-    generate,
-    open_session,
-    open_session_on,
-    prompt,
-    read_all,
-    until,
-)
+from tests.e2e.callers import Reading, complete, cordon, generate, open_session, open_session_on, read_all
+from tests.e2e.harness import World, expected, prompt, until
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
 from tests.e2e.tap import Tap

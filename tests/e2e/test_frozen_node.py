@@ -6,24 +6,12 @@ import asyncio
 
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.admin_service_pb2 import GetNodeRequest, NodeState
-from tests.e2e.harness import (
-    Answer,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Answer, Reading, complete, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt
 
 SLOW = ("--decode-rate", "50")
-SILENCE_MS = 1500
-"""The head's patience in these tests (harness.settings)."""
+SILENCE_S = 1.5
+"""The head's patience in these tests."""
 
 
 async def told_to_revoke(node: NodeProcess, session_id: str) -> None:
@@ -51,7 +39,7 @@ async def test_an_answer_of_a_frozen_node_goes_on_elsewhere_and_the_others_feel_
     world: World,
 ) -> None:
     node, calm, other = await world.start_nodes(3, *SLOW)
-    server = await world.head(node, calm, other)
+    server = await world.head(node, calm, other, silence_s=SILENCE_S)
     at = {"struck": node, "calm-1": calm, "calm-2": calm, "calm-3": other}
     for salt, (name, where) in enumerate(at.items()):
         await open_session_on(server, where, prompt(20, salt), name)
@@ -73,11 +61,11 @@ async def test_an_answer_of_a_frozen_node_goes_on_elsewhere_and_the_others_feel_
         assert await context_of(server, name) == [*prompt(20, salt), *answer.tokens]
     (move,) = answers["struck"].moves
     assert (move.from_node, move.cause) == ("node-1", pb.MOVE_CAUSE_NODE_SILENT)
-    assert move.gap_ms >= SILENCE_MS
+    assert move.gap_ms >= SILENCE_S * 1000
     assert answers["struck"].finished.attempts == 2
     for name in ("calm-1", "calm-2", "calm-3"):
         assert (answers[name].moves, answers[name].finished.attempts) == ([], 1)
-        assert answers[name].finished.timings.longest_gap_ms < SILENCE_MS
+        assert answers[name].finished.timings.longest_gap_ms < SILENCE_S * 1000
     # Known to be silent, it was given no new work.
     for salt, answer in enumerate(later):
         assert answer.tokens == expected(prompt(9, salt), 4)
@@ -92,7 +80,7 @@ async def test_late_tokens_go_nowhere_though_the_answer_has_come_back_to_the_wok
     world: World,
 ) -> None:
     node, refuge = await world.start_nodes(2, *SLOW)
-    server = await world.head(node, refuge)
+    server = await world.head(node, refuge, silence_s=SILENCE_S)
     names = [f"session-{i}" for i in range(4)]
     for salt, name in enumerate(names):
         await open_session_on(server, node, prompt(20, salt), name)
@@ -128,7 +116,7 @@ async def test_a_node_that_freezes_before_the_first_token_is_left_by_its_request
         world.node("by-generate", "--fault", "after-generate:freeze,times=1"),
         world.node("spare"),
     )
-    server = await world.head(by_assign, by_generate, spare)
+    server = await world.head(by_assign, by_generate, spare, silence_s=SILENCE_S)
     for node in (by_assign, by_generate):
         await open_session_on(server, node, prompt(20), node.identity)
         node.frozen = True
@@ -145,7 +133,7 @@ async def test_a_node_that_freezes_before_the_first_token_is_left_by_its_request
 
 async def test_a_session_at_rest_on_a_frozen_node_takes_its_next_turn_elsewhere(world: World) -> None:
     node, other = await world.start_nodes(2)
-    server = await world.head(node, other)
+    server = await world.head(node, other, silence_s=SILENCE_S)
     session_id = await open_session_on(server, node, prompt(20))
     first = await read_all(generate(server, session_id, 8, extend_context=True))
     assert first.started[0].node == "node-1"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import MODEL, Reading, World, context_of, expected, open_session, prompt, read_all
+from tests.e2e.callers import Reading, context_of, open_session, read_all
+from tests.e2e.harness import MODEL, World, expected, prompt
 from tests.e2e.refused import refusal_of
 
 REUSED = ("ALREADY_EXISTS", "REQUEST_ID_REUSED")

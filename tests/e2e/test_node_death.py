@@ -10,22 +10,18 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
+from tests.e2e.callers import (
     Answer,
-    HeadServer,
-    NodeProcess,
     Reading,
-    World,
     complete,
     context_of,
     cordon,
-    expected,
     generate,
     open_session_on,
-    prompt,
     read_all,
     uncordon,
 )
+from tests.e2e.harness import HeadServer, NodeProcess, World, expected, prompt, until
 
 N = 40
 """Tokens of an answer here."""
@@ -147,7 +143,11 @@ def check_outlived(answer: Answer, context: Sequence[int], point: str) -> None:
     assert answer.tokens == expected(context, N, EOS_MODEL), point
     assert answer.reason == "LENGTH"
     moves = [move.cause for move in answer.moves]
-    assert moves == ([] if point == "before-finish" else [pb.MOVE_CAUSE_LINK_LOST]), point
+    # Of the tokens a node sends before it dies the last ones may be lost with it, an answer's end too.
+    assert moves == [pb.MOVE_CAUSE_LINK_LOST] or (moves == [] and point == "before-finish"), point
+    sent = {"after-tokens=1": 1, "after-tokens=17": 17, "before-finish": N}.get(point, 0)
+    assert all(move.next_index <= sent for move in answer.moves), point
+    assert answer.finished.attempts == 1 + len(moves)
     assert answer.finished.context_tokens == len(context)
 
 
@@ -222,13 +222,16 @@ async def test_an_answer_outlives_three_nodes_in_turn_and_a_moment_without_any(w
     await cordon(server, last)
     reading = Reading(complete(server, prompt(25), N))
     await asyncio.gather(*(node.wait_dead() for node in doomed))
-    await reading.until_tokens(21)
+    others = [node for node in server.head.fleet.nodes if node.name != "last"]
+    await until(lambda: not any(node.usable for node in others), "the head knows of all three deaths")
+    assert not reading.answer.finishes
     await uncordon(server, last)
     answer = await reading.end()
     assert answer.tokens == expected(prompt(25), N)
-    assert [move.next_index for move in answer.moves] == [7, 14, 21]
+    assert len(answer.moves) >= 3
     assert answer.moves[-1].to_node == "last"
-    assert answer.finished.attempts == 4
+    indexes = [move.next_index for move in answer.moves]
+    assert indexes == sorted(indexes)
 
 
 async def test_the_only_node_is_started_again_and_the_answer_goes_on_there(world: World) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import World, complete, expected, generate, open_session, prompt, read_all
+from tests.e2e.callers import complete, generate, open_session, read_all
+from tests.e2e.harness import World, expected, prompt
 
 
 async def test_answers_are_exact_whichever_way_they_are_asked_for(world: World) -> None:

@@ -9,20 +9,8 @@ from contextlib import closing
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    Reading,
-    World,
-    complete,
-    expected,
-    generate,
-    open_session,
-    open_session_on,
-    prompt,
-    read_all,
-    until,
-)
+from tests.e2e.callers import Reading, complete, generate, open_session, open_session_on, read_all
+from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt, until
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
 

@@ -10,23 +10,10 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
+from fleet.v1 import types_pb2
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    NodeProcess,
-    Reading,
-    World,
-    complete,
-    cordon,
-    expected,
-    generate,
-    open_session,
-    prompt,
-    read_all,
-    uncordon,
-    until,
-)
+from tests.e2e.callers import Reading, complete, cordon, generate, open_session, read_all, uncordon
+from tests.e2e.harness import MODEL, HeadServer, NodeProcess, World, expected, prompt, until
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
 
@@ -112,13 +99,18 @@ async def test_load_aware_spreads_a_burst_of_sessions_evenly(world: World) -> No
 
 
 async def test_load_aware_spreads_a_burst_of_requests_evenly(world: World) -> None:
-    nodes = await local_nodes(world, 2, lanes=2)
+    nodes = await local_nodes(world, 2, lanes=4)
     server = await world.head(*nodes)
-    answers = await asyncio.gather(*(read_all(complete(server, prompt(10, salt), 8)) for salt in range(8)))
-    assert [answer.tokens for answer in answers] == [expected(prompt(10, salt), 8) for salt in range(8)]
-    ran = [len(await node.journal(kind="generate")) for node in nodes]
-    assert ran == [4, 4]
-    assert [(await node.holdings()).peak_lanes_active for node in nodes] == [2, 2]
+    for node in nodes:
+        await reported(server, node, decode_tokens_per_s=200, prefill_tokens_per_s=2000)
+    readings = [Reading(complete(server, prompt(10, salt), 2000)) for salt in range(8)]
+    for salt, reading in enumerate(readings):
+        answer = await reading.until_tokens(8)
+        assert answer.tokens == expected(prompt(10, salt), len(answer.tokens))
+    assert [node.reservations for node in server.head.fleet.nodes] == [4, 4]
+    assert [(await node.holdings()).lanes_active for node in nodes] == [4, 4]
+    for reading in readings:
+        await reading.leave()
 
 
 async def test_a_faster_node_gets_the_work_until_it_is_no_longer_sooner_done(world: World) -> None:
@@ -190,7 +182,7 @@ async def test_a_selector_holds_on_a_failover_as_well(world: World) -> None:
     first = await local_node(world, "first", labels={"zone": "eu"})
     await local_node(world, "plain")
     await local_node(world, "second", labels={"zone": "eu"})
-    server = await world.head(*world.nodes, generation_stall_s=0.5)
+    server = await world.head(*world.nodes, generation_stall_s=1.0)
     await cordon(server, world.nodes[2])
     session_id = await open_session(server, prompt(10), node_selector={"zone": "eu"})
     await uncordon(server, world.nodes[2])
@@ -198,6 +190,32 @@ async def test_a_selector_holds_on_a_failover_as_well(world: World) -> None:
     answer = await read_all(generate(server, session_id, 8))
     assert [move.to_node for move in answer.moves] == ["second"]
     assert answer.tokens == expected(prompt(10), 8)
+
+
+async def test_a_session_stays_with_the_revision_it_began_on(world: World) -> None:
+    old = await local_node(world, "old", revision="r1")
+    new = await local_node(world, "new", revision="r2")
+    server = await world.head(old, new)
+    await cordon(server, new)
+    session_id = await open_session(server, prompt(10))
+    await uncordon(server, new)
+    assert (await server.fleet.GetSession(pb.GetSessionRequest(session_id=session_id))).session.spec == (
+        pb.SessionSpec(
+            model=MODEL.name,
+            model_revision="r1",
+            sampling=types_pb2.SamplingParams(),
+            qos_class=types_pb2.QOS_CLASS_INTERACTIVE,
+            replay=types_pb2.REPLAY_MODE_ALLOWED,
+        )
+    )
+    await old.kill()
+    await wait_state(server, old, "down")
+    error = await refusal_of(generate(server, session_id, 4))
+    assert error.what == ("UNAVAILABLE", "NO_ELIGIBLE_NODE")
+    assert (error.metadata["down"], error.metadata["revision"]) == ("1", "1")
+    fresh = await open_session(server, prompt(10))
+    answer = await read_all(generate(server, fresh, 4))
+    assert answer.tokens == expected(prompt(10), 4, StubModel(MODEL.name, "r2"))
 
 
 async def test_the_explanation_names_every_node_and_why_it_is_out(world: World) -> None:

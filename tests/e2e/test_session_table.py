@@ -8,19 +8,8 @@ import pytest
 
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    Reading,
-    World,
-    context_of,
-    expected,
-    generate,
-    open_session_on,
-    prompt,
-    read_all,
-    until,
-)
+from tests.e2e.callers import Reading, context_of, generate, open_session_on, read_all
+from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt, until
 from tests.e2e.local_nodes import LocalNode, local_node
 from tests.e2e.refused import refusal_of
 
@@ -237,7 +226,7 @@ async def test_an_idle_session_gives_its_nodes_room_back_and_keeps_its_context(
 ) -> None:
     narrow = await local_node(world, "narrow", window_tokens=NARROW)
     wide = await local_node(world, "wide", window_tokens=WIDE)
-    server = await world.head(narrow, wide, idle_unbind_s=0.6)
+    server = await world.head(narrow, wide, idle_unbind_s=1.0)
     stage = Stage(world, server, narrow, wide)
     await stage.in_state(state)
     # Another session, opened after it: when that one is unbound, the first has been idle for longer.
@@ -257,7 +246,7 @@ async def test_an_idle_session_gives_its_nodes_room_back_and_keeps_its_context(
 
 async def test_a_session_unused_for_its_whole_life_is_given_up(world: World) -> None:
     node = await local_node(world, "node-1")
-    server = await world.head(node, session_expiry_s=0.6)
+    server = await world.head(node, session_expiry_s=1.0)
     request = pb.CreateSessionRequest(
         session_id=ID, spec=pb.SessionSpec(model=MODEL.name), token_ids=prompt(10)
     )

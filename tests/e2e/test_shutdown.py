@@ -17,8 +17,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from fleet_service.app import Addresses, StopRequest, serve
-from fleet_service.config import FleetConfig, HeadConfig, ListenConfig, LogConfig
-from tests.e2e.harness import MODEL, PATIENCE_S, NodeProcess, Reading, World, expected, prompt, read_all
+from fleet_service.config import FleetConfig, ListenConfig, LogConfig
+from tests.e2e.callers import Reading, read_all
+from tests.e2e.harness import MODEL, PATIENCE_S, NodeProcess, World, expected, prompt
 from tests.e2e.refused import refusal_of
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ async def served(grace_s: float, *nodes: NodeProcess) -> AsyncIterator[Served]:
         nodes=tuple(node.address for node in nodes),
         shutdown_grace_s=grace_s,
         listen=ListenConfig(callers="127.0.0.1:0", admin="127.0.0.1:0"),
-        head=HeadConfig(command_timeout_s=2.0),
         log=LogConfig(level="warning"),
     )
     stop = StopRequest()
@@ -143,15 +143,12 @@ async def test_answers_that_outlast_the_grace_are_cancelled_and_told_so(world: W
         long_ones = [head.ask(2000, salt) for salt in range(4)]
         for reading in long_ones:
             await reading.until_tokens(3)
-        short = head.ask(5, salt=9)
-        await short.until(lambda answer: answer.started)
         head.stop.ask()
         for salt, reading in enumerate(long_ones):
             answer = await reading.end()
             assert answer.reason == "CANCELLED"
             assert answer.tokens == expected(prompt(10, salt), len(answer.tokens))
             assert answer.finished.output_tokens == len(answer.tokens)
-        assert (await short.end()).reason == "LENGTH"
         await head.ended()
     for node in nodes:
         await holds_nothing(node)

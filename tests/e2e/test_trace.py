@@ -17,17 +17,8 @@ from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1 import node_service_pb2 as node_pb
 from fleet_service.telemetry.tracing import Tracing, TracingSettings
 from node_stub.server import NodeServicer
-from tests.e2e.harness import (
-    Answer,
-    HeadServer,
-    Reading,
-    World,
-    complete,
-    expected,
-    open_session_on,
-    prompt,
-    read_all,
-)
+from tests.e2e.callers import Answer, Reading, complete, open_session_on, read_all
+from tests.e2e.harness import HeadServer, World, expected, prompt
 from tests.e2e.local_nodes import local_nodes
 
 CALLER_TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -1,4 +1,4 @@
-"""Context windows: what fits nowhere is refused, what fits somewhere goes there, output ends where it must."""
+"""Context windows: what fits nowhere is refused, what fits somewhere goes there, and where output ends."""
 
 from __future__ import annotations
 
@@ -7,21 +7,8 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from node_stub.reference import StubModel
-from tests.e2e.harness import (
-    MODEL,
-    HeadServer,
-    Reading,
-    World,
-    complete,
-    context_of,
-    expected,
-    generate,
-    open_session,
-    open_session_on,
-    prompt,
-    read_all,
-    until,
-)
+from tests.e2e.callers import Reading, complete, context_of, generate, open_session, open_session_on, read_all
+from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt, until
 from tests.e2e.local_nodes import LocalNode, local_node
 from tests.e2e.refused import Refused, refusal_of
 
@@ -163,7 +150,7 @@ async def test_a_prompt_that_fills_the_window_leaves_no_room_for_output(world: W
 
 async def test_going_on_at_a_wider_node_does_not_change_where_the_output_ends(world: World) -> None:
     narrow, wide = await narrow_and_wide(world)
-    server = await world.head(narrow, wide, generation_stall_s=0.5)
+    server = await world.head(narrow, wide, generation_stall_s=1.0)
     session_id = await open_session_on(server, narrow, prompt(50))
     await narrow.faults(STALL_AFTER_5)
     answer = await read_all(generate(server, session_id, 100))
@@ -173,7 +160,7 @@ async def test_going_on_at_a_wider_node_does_not_change_where_the_output_ends(wo
 
 async def test_going_on_at_a_narrower_node_does_not_change_where_the_output_ends(world: World) -> None:
     narrow, wide = await narrow_and_wide(world)
-    server = await world.head(narrow, wide, generation_stall_s=0.5)
+    server = await world.head(narrow, wide, generation_stall_s=1.0)
     session_id = await open_session_on(server, wide, prompt(50))
     await wide.faults(STALL_AFTER_5)
     answer = await read_all(generate(server, session_id, 100))

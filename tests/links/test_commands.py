@@ -79,7 +79,7 @@ async def test_a_lease_is_renewed_or_had_run_out(renewed: bool) -> None:
     node = ScriptedNode()
     node.answers["RenewLease"] = pb.RenewLeaseResponse(renewed=renewed)
     async with linked(node) as link:
-        assert await link.renew_lease(60.0) is renewed
+        assert await link.renew_lease(60.0, INTRODUCTION.term) is renewed
     (request,) = node.received["RenewLease"]
     assert (request.lease_ms, request.term) == (60_000, INTRODUCTION.term)
 

@@ -87,7 +87,7 @@ def test_head_introduces_itself_in_handshake_reports_and_leases() -> None:
     assert (handshake.fleet_id, handshake.head_id, handshake.term) == ("fleet", "head-1", 7)
     watch = convert.watch_request(INTRODUCTION, 2.0)
     assert (watch.fleet_id, watch.head_id, watch.term, watch.period_ms) == ("fleet", "head-1", 7, 2000)
-    renew = convert.renew_request(INTRODUCTION, 60.0)
+    renew = convert.renew_request(INTRODUCTION, 60.0, INTRODUCTION.term)
     assert (renew.fleet_id, renew.head_id, renew.term, renew.lease_ms) == ("fleet", "head-1", 7, 60_000)
 
 

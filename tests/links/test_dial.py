@@ -113,19 +113,19 @@ async def test_nobody_there_fails_at_once() -> None:
         placeholder.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{placeholder.getsockname()[1]}"
         async with asyncio.timeout(10):
-            with pytest.raises(LinkLostError, match="refused"):
+            with pytest.raises(LinkLostError, match=f"^cannot connect to {address}: connection refused$"):
                 await PlainDialer(PATIENT).connect(address, INTRODUCTION, RecordingListener())
 
 
 async def test_a_host_of_no_known_name_fails_with_its_name() -> None:
-    with pytest.raises(LinkLostError, match=r"no-such-host\.invalid"):
+    with pytest.raises(LinkLostError, match=r"^cannot connect to no-such-host\.invalid:1: name not found$"):
         await PlainDialer(BRIEF).connect("no-such-host.invalid:1", INTRODUCTION, RecordingListener())
 
 
 async def test_a_peer_that_never_speaks_fails_within_the_connect_timeout() -> None:
     settings = LinkSettings(connect_timeout_s=0.2, handshake_timeout_s=60.0)
     async with raw_server(None) as address, asyncio.timeout(20):
-        with pytest.raises(LinkLostError, match="timed out"):
+        with pytest.raises(LinkLostError, match=r": no answer within 0\.2 s$"):
             await PlainDialer(settings).connect(address, INTRODUCTION, RecordingListener())
 
 
@@ -139,7 +139,7 @@ async def test_a_black_hole_fails_within_the_connect_timeout() -> None:
             each.setblocking(False)
             each.connect_ex(full.getsockname())
         async with asyncio.timeout(20):
-            with pytest.raises(LinkLostError):
+            with pytest.raises(LinkLostError, match=r": no answer within 0\.2 s$"):
                 await PlainDialer(settings).connect(
                     f"127.0.0.1:{full.getsockname()[1]}", INTRODUCTION, RecordingListener()
                 )
@@ -171,7 +171,9 @@ async def test_a_peer_of_another_protocol_is_refused_with_what_to_check(greeting
 
 async def test_a_peer_that_hangs_up_is_lost_with_a_hint_at_tls() -> None:
     async with raw_server(b"") as address:
-        with pytest.raises(LinkLostError):
+        with pytest.raises(
+            LinkLostError, match=r"the connection was closed at once, as a node with TLS does$"
+        ):
             await PlainDialer(PATIENT).connect(address, INTRODUCTION, RecordingListener())
 
 
@@ -279,7 +281,7 @@ async def test_a_node_that_ends_its_reports_is_lost_once(ending: Any, kind: type
         link = await PlainDialer(PATIENT).connect(address, INTRODUCTION, listener)
         await listener.lost.wait()
         with pytest.raises(LinkLostError, match="gone"):
-            await link.renew_lease(60.0)
+            await link.renew_lease(60.0, INTRODUCTION.term)
         await link.close()
     assert [type(error) for error in listener.losses] == [kind]
 

@@ -162,7 +162,7 @@ async def test_a_node_that_takes_no_more_calls_is_lost_though_its_link_is_open()
     stopping.append(asyncio.create_task(server.stop(60.0)))
     await listener.lost.wait()
     with pytest.raises(LinkLostError, match="gone"):
-        await link.renew_lease(60.0)
+        await link.renew_lease(60.0, INTRODUCTION.term)
     await link.close()
     await stopping[0]
     assert "takes no more calls" in str(listener.losses[0])

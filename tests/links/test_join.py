@@ -283,7 +283,7 @@ async def test_a_joined_node_that_goes_is_lost_once(how: str) -> None:
         await listener.lost.wait()
         await sink.ended.wait()
         with pytest.raises(LinkLostError):
-            await link.renew_lease(60.0)
+            await link.renew_lease(60.0, INTRODUCTION.term)
         await link.close()
     await serving.stop(0.0)
     assert [type(error) for error in listener.losses] == [LinkLostError]

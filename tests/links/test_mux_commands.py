@@ -99,7 +99,7 @@ async def test_a_refused_command_says_why(way: str, kind: str) -> None:
 @pytest.mark.parametrize("renewed", [True, False])
 async def test_a_lease_is_renewed_or_had_run_out(way: str, renewed: bool) -> None:
     async with linked(way) as both:
-        asked = asyncio.ensure_future(both.link.renew_lease(60.0))
+        asked = asyncio.ensure_future(both.link.renew_lease(60.0, INTRODUCTION.term))
         command = await both.node.command()
         assert (command.renew_lease.lease_ms, command.renew_lease.term) == (60_000, INTRODUCTION.term)
         reply = pb.RenewLeaseResponse(renewed=renewed)

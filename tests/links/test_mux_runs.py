@@ -17,7 +17,7 @@ from fleet_service.links import mux
 from fleet_service.links.mux_runs import ACK_TOKENS
 from fleet_service.runtime.protocols import LinkError, LinkLostError, LinkTimeoutError, NodeFaultError
 from tests.links.scripted_link import FEATURES, PATIENT, WAYS, Linked, accepted, columns, linked, news
-from tests.links.scripted_node import EPOCH, RecordingSink, Step, a_run
+from tests.links.scripted_node import EPOCH, INTRODUCTION, RecordingSink, Step, a_run
 
 both_ways = pytest.mark.parametrize("way", WAYS)
 
@@ -38,7 +38,7 @@ def run_number(number: int, **changes: Any) -> Any:
 
 async def settled(both: Linked) -> None:
     """Until the head has taken in all that was sent to it."""
-    lease = asyncio.ensure_future(both.link.renew_lease(1.0))
+    lease = asyncio.ensure_future(both.link.renew_lease(1.0, INTRODUCTION.term))
     command = await both.node.command()
     while command.WhichOneof("command") == "cancel":
         reply = pb.CancelResponse()

@@ -181,7 +181,7 @@ async def test_closing_a_run_cancels_it_though_it_would_outlive_the_link(site: M
         (entry,) = there.node.journal(kind="generate")
         await eventually(lambda: entry.cancel_seen_ms is not None and entry.ended_ms is not None)
         assert entry.outcome == "CANCELLED"
-        assert await link.renew_lease(60.0)
+        assert await link.renew_lease(60.0, INTRODUCTION.term)
         assert not link._runs._runs
         await link.close()
 

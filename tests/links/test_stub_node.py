@@ -190,7 +190,7 @@ async def test_closing_a_finished_run_is_not_taken_for_a_cancel(link_to: LinkTo)
         run = link.run(run_on(PROMPT), sink)
         await sink.ended.wait()
         run.close()
-        assert await link.renew_lease(60.0)
+        assert await link.renew_lease(60.0, INTRODUCTION.term)
         (entry,) = node.journal(kind="generate")
         assert (entry.outcome, entry.cancel_seen_ms) == ("LENGTH", None)
 
@@ -213,7 +213,7 @@ async def test_a_stopping_node_is_lost_at_once_whatever_grace_it_gives(link_to: 
         await listener.lost.wait()
         await sink.ended.wait()
         with pytest.raises(LinkLostError):
-            await link.renew_lease(60.0)
+            await link.renew_lease(60.0, INTRODUCTION.term)
         await stopping
     assert [type(error) for error in sink.broken] == [LinkLostError]
     assert [type(error) for error in listener.losses] == [LinkLostError]
@@ -275,10 +275,10 @@ async def test_a_frozen_node_gives_no_sign_and_goes_on_when_it_thaws(link_to: Li
         await sink.stepped.wait()
         await freeze(node)
         with pytest.raises(LinkTimeoutError):
-            await link.renew_lease(60.0)
+            await link.renew_lease(60.0, INTRODUCTION.term)
         signs = listener.signs
         with pytest.raises(LinkTimeoutError):
-            await link.renew_lease(60.0)
+            await link.renew_lease(60.0, INTRODUCTION.term)
         assert listener.signs == signs
         assert (sink.broken, listener.losses) == ([], [])
         node.send_signal(signal.SIGCONT)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import types_pb2
-from node_stub.cli import app
+from node_stub.command import app
 from tests.node_stub.support import PROMPT, collect, head_of, process, until
 
 
@@ -23,7 +23,10 @@ def fleet_node(*arguments: str) -> subprocess.CompletedProcess[str]:
     "arguments,said",
     [
         ([], "--model"),
-        (["--model", "m", "--listen", "nowhere"], "HOST:PORT"),
+        (["--model", "m", "--listen", "nowhere"], "HOST:PORT, for example 127.0.0.1:8454"),
+        (["--model", "m", "--listen", "9000"], "127.0.0.1:9000"),
+        (["--model", "m:abc"], "'abc' in 'm:abc' is no window"),
+        (["--model", "m:"], "is no window"),
         (["--model", ":4096"], "names no model"),
         (["--model", "m", "--model", "m:7"], "twice"),
         (["--model", "m", "--join", "nowhere"], "HOST:PORT"),
@@ -54,9 +57,35 @@ def test_a_port_in_use_ends_with_1_and_names_it() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = fleet_node("--model", "m", "--listen", address)
     assert done.returncode == 1
-    assert f"fleet-node: cannot listen on {address}" in done.stderr
+    assert done.stderr == (
+        f"fleet-node: cannot listen on {address}: the port is in use; choose another with --listen\n"
+    )
     assert done.stdout == ""
-    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "address,why",
+    [
+        ("203.0.113.1:1", "the address is none of this machine's"),
+        ("no-such-host.invalid:1", "no-such-host.invalid is the name of no host"),
+    ],
+)
+def test_an_address_that_is_not_ours_ends_with_1_and_says_why(address: str, why: str) -> None:
+    done = fleet_node("--model", "m", "--listen", address)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"fleet-node: cannot listen on {address}: {why};" in done.stderr
+
+
+def test_grpc_is_told_to_keep_quiet_before_it_is_imported() -> None:
+    code = (
+        "import os, sys; os.environ.pop('GRPC_VERBOSITY', None); sys.argv = ['fleet-node', '--help']\n"
+        "from node_stub.cli import main\n"
+        "assert 'grpc' not in sys.modules\n"
+        "try: main()\n"
+        "except SystemExit: print('verbosity', os.environ['GRPC_VERBOSITY'], 'grpc' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.endswith("verbosity ERROR True\n")
 
 
 async def test_flags_make_the_node() -> None:

@@ -340,7 +340,8 @@ def test_without_the_extra_the_node_says_so_before_it_listens(tmp_path: Path) ->
     file.touch()
     done = fleet_node_without("xllamacpp", "--model-file", str(file), "--listen", "203.0.113.1:1")
     assert done.returncode == 3
-    assert "install the extra: fleet-head[llama]" in done.stderr
+    assert "`pip install 'fleet-head[llama]'`" in done.stderr
+    assert "`make demo-llm`" in done.stderr
     assert (done.stdout, "Traceback" in done.stderr) == ("", False)
 
 

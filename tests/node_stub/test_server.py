@@ -76,12 +76,7 @@ async def test_a_node_introduces_itself() -> None:
         reply = await head.stub.Handshake(hello(min_version=1, max_version=7))
         assert (reply.version, reply.identity, dict(reply.labels)) == (1, "n1", {"zone": "a"})
         assert [(m.name, m.max_context_tokens, m.vocab_size) for m in reply.models] == [("m", 4096, 32_000)]
-        assert reply.features == [
-            admin_pb.NODE_FEATURE_INLINE_BIND,
-            admin_pb.NODE_FEATURE_LINK,
-            admin_pb.NODE_FEATURE_RESUME,
-            admin_pb.NODE_FEATURE_RECONCILE,
-        ]
+        assert reply.features == [admin_pb.NODE_FEATURE_INLINE_BIND]
         assert (reply.report.max_lanes, reply.report.max_context_tokens) == (8, 4096)
         assert reply.highest_epoch == 0
         assert reply.incarnation
@@ -182,7 +177,7 @@ async def test_assign_and_append_may_come_along(node: StubNode, head: Head) -> N
 
 async def test_without_the_feature_parts_that_come_along_are_not_executed() -> None:
     async with StubNode(StubSettings(inline_bind=False)) as node, head_of(node.address) as head:
-        assert admin_pb.NODE_FEATURE_INLINE_BIND not in (await head.stub.Handshake(hello())).features
+        assert list((await head.stub.Handshake(hello())).features) == []
         stream = await collect(head.generate(PROMPT, 20, assign=head.assign_request(), command_id=9))
         assert stream.refusal.code == pb.REFUSAL_CODE_UNKNOWN_SESSION
 
@@ -199,14 +194,11 @@ async def test_more_generations_than_lanes_wait_and_a_lower_class_goes_first() -
             ended.append((name, stream.phases))
 
         load = node.node.engine.load
-        # Nothing ends before all of them are there.
-        node.set_faults(slow_down=100)
         tasks = [asyncio.create_task(run("first", 4))]
         await eventually(lambda: load().lanes_active == 1)
         for depth, (name, qos) in enumerate([("background", 4), ("agent", 3), ("person", 1)]):
             tasks.append(asyncio.create_task(run(name, qos)))
             await eventually(lambda depth=depth: load().queue_depth == depth + 1)  # type: ignore[misc]
-        node.set_faults()
         await asyncio.gather(*tasks)
         assert [name for name, _ in ended] == ["first", "person", "agent", "background"]
         assert ended[0][1] == [PREFILL, DECODE]
@@ -415,6 +407,6 @@ async def test_a_node_that_slept_over_its_lease_says_nothing_more_of_the_run() -
         sent = node.journal(kind="generate")[0].tokens_sent
         await collect(call, stream)
         assert stream.refusal.code == pb.REFUSAL_CODE_FENCED
-        # One that was being written when the time had passed is not yet counted.
-        assert len(stream.tokens) in {sent, sent + 1}
+        # What was being written just then may still arrive; nothing of the 10,000 after it.
+        assert sent <= len(stream.tokens) <= sent + 1
         assert stream.tokens == node.reference(PROMPT, len(stream.tokens))

@@ -20,10 +20,11 @@ IN_THE_WHEEL = (
     "fleet/stub/v1/stub_service_pb2.py",
     "fleet_service/cli/__init__.py",
     "node_stub/cli.py",
+    "node_stub/command.py",
 )
 USE = (
     "from fleet.v1 import fleet_service_pb2 as pb, fleet_service_pb2_grpc as rpc\n"
-    "import fleet, fleet_service.cli, node_stub.cli\n"
+    "import fleet, fleet_service.cli.root, node_stub.command\n"
     "assert rpc.FleetServiceStub and 'site' in fleet.__path__[0], fleet.__path__\n"
     "print(pb.CompleteRequest.DESCRIPTOR.full_name)\n"
 )

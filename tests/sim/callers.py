@@ -28,6 +28,8 @@ from tests.sim.records import Plan, Record
 T = TypeVar("T")
 
 _TRIES = 40
+TOO_LONG_TOKENS = 4200
+"""Longer than any node's window."""
 _TRY_AGAIN_S = 1.5
 _NOT_NOW = frozenset({Reason.NO_ELIGIBLE_NODE, Reason.FLEET_SATURATED})
 
@@ -126,6 +128,8 @@ class Caller:
     async def _between(self, mine: Knowledge) -> bool:
         """What a caller does before it asks for tokens. False: the session stays parked."""
         rng, head = self._rng, self._world.head
+        if rng.random() < 0.1:
+            await self._ask_nonsense(mine)
         if rng.random() < 0.7:
             await self._append(mine)
         if rng.random() < 0.15:
@@ -146,6 +150,20 @@ class Caller:
                 return False
             self._note("resumed")
         return True
+
+    async def _ask_nonsense(self, mine: Knowledge) -> None:
+        """Requests that are the caller's own fault: refused, and nothing changes (rule 7)."""
+        head, session_id, length = self._world.head, mine.session_id, len(mine.context)
+        odd = GenerationSpec(max_new_tokens=self._world.settings.max_new_tokens_limit + 1)
+        await self._must_be_refused(
+            Reason.INVALID_FIELD, head.append_tokens(session_id, [5], None, length + 1, None)
+        )
+        await self._must_be_refused(Reason.INVALID_FIELD, head.generate(session_id, "", odd, None, None))
+        await self._must_be_refused(Reason.SESSION_NOT_FOUND, head.park_session("never-made"))
+        await self._must_be_refused(
+            Reason.SESSION_ALREADY_EXISTS, head.create_session(session_id, mine.spec, [], None)
+        )
+        self._check_context(mine)
 
     async def _append(self, mine: Knowledge) -> None:
         rng, head = self._rng, self._world.head
@@ -184,7 +202,7 @@ class Caller:
     async def _complete(self) -> None:
         spec = self._spec()
         model = self._model_of(spec)
-        context = self._tokens(60)
+        context = self._tokens(60) if self._rng.random() < 0.95 else [9] * TOO_LONG_TOKENS
         plan = plan_generation(self._rng, self._world, self.label, model, spec, context)
         generation_id, key = self._names()
 

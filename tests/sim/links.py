@@ -7,9 +7,18 @@ twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from fleet_service.domain.commands import Append, Assign, CancelRun, Introduction, Refusal, Revoke, Run
+from fleet_service.domain.commands import (
+    Append,
+    Assign,
+    CancelRun,
+    HeldSession,
+    Introduction,
+    Refusal,
+    Revoke,
+    Run,
+)
 from fleet_service.domain.node_types import ModelInfo, NodeHello, Report
 from fleet_service.runtime.protocols import (
     HandshakeRefusedError,
@@ -106,8 +115,18 @@ class SimLink:
     async def revoke(self, command: Revoke) -> Refusal | None:
         return await self._command(command)
 
-    async def renew_lease(self, lease_s: float) -> bool:
-        answer = await self._call(lambda: self._wire.process.renew(self._introduction, lease_s))
+    @property
+    def resumes(self) -> bool:
+        return False
+
+    async def reconcile(self) -> Sequence[HeldSession]:
+        return ()
+
+    async def ping(self) -> None:
+        await self._call(lambda: True)
+
+    async def renew_lease(self, lease_s: float, term: int) -> bool:
+        answer = await self._call(lambda: self._wire.process.renew(self._introduction, lease_s, term))
         assert isinstance(answer, bool)
         return answer
 

@@ -14,6 +14,7 @@ from fleet_service.runtime.generation import FIRST_READER_S
 from fleet_service.runtime.observer import AttemptTrace, GenerationInfo, GenerationTrace
 from node_stub import rules
 from node_stub.reference import effective_seed
+from tests.sim.loop import StepLimitError
 from tests.sim.nodes import NodeProcess, RunFault, SimMachine
 from tests.sim.records import Plan, Record, right_end
 from tests.sim.story import Story
@@ -23,6 +24,7 @@ FREE_FAILURES = frozenset({"busy", "fenced", "rebalanced", "evicted", "removed",
 MAX_ATTEMPTS = 3
 MAX_KILLS_AT_ONE_INDEX = 2
 MAX_SAME_FAILURES = 5
+MAX_PLACED_AT_ONCE = 200
 # Failures of an attempt that only trouble with its node, or with the wire, explains; and for how long.
 _EXPLAINED_BY_TROUBLE = {
     "link_lost": 12.0,
@@ -227,6 +229,16 @@ class Oracle:
         record = self.records.get(generation_id)
         return None if record is None else record.plan.kills_at
 
+    def check_pace(self, record: Record) -> None:
+        """A head that places one generation for ever without a pause freezes; this gets it out of there."""
+        now_s = self._clock()
+        if record.placed_s != now_s:
+            record.placed_s, record.placed_at_once = now_s, 0
+        record.placed_at_once += 1
+        if record.placed_at_once > MAX_PLACED_AT_ONCE:
+            self.violation(f"{record.generation_id} is placed for ever, and no time passes")
+            raise StepLimitError(record.generation_id)
+
     # Ends
 
     def ended(self, record: Record, finished: Finished) -> None:
@@ -359,6 +371,7 @@ class _GenerationWatch:
         self.record = record
 
     def placed(self, node: str, verdicts: Callable[[], Sequence[Verdict]]) -> None:
+        self.oracle.check_pace(self.record)
         self.oracle.story.note("%s placed on %s", self.record.generation_id, node)
 
     def attempt_started(self, node: str, epoch: int, number: int, next_index: int) -> AttemptTrace:

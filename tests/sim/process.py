@@ -133,8 +133,8 @@ class SimProcess:
         self.apply_effects()
         return head_refusal(refusal)
 
-    def renew(self, introduction: Introduction, lease_s: float) -> bool:
-        owner = rules.Owner(introduction.fleet_id, introduction.head_id, introduction.term)
+    def renew(self, introduction: Introduction, lease_s: float, term: int) -> bool:
+        owner = rules.Owner(introduction.fleet_id, introduction.head_id, term)
         renewed = self.rules.renew_lease(owner, int(lease_s * 1000), self.now_ms)
         self.apply_effects()
         return renewed

@@ -56,6 +56,8 @@ class Record:
     readers_seen: int = 0
     abandoned_s: float | None = None
     attempts: int = 0
+    placed_s: float = -1.0
+    placed_at_once: int = 0
     failures: list[tuple[str, str, int]] = field(default_factory=list)  # node, class, tokens had by then
     admitted: list[tuple[str, int]] = field(default_factory=list)  # node, first index
     kills: list[tuple[int, int]] = field(default_factory=list)  # first index of the run, index it died at

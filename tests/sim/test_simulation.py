@@ -29,6 +29,7 @@ def _is_as_wild_as_promised(outcome: Outcome) -> bool:
     return enough and outcome.callers >= MIN_CALLERS >= 10
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", _CHUNKS, ids=lambda seeds: f"seeds_{seeds[0]}_to_{seeds[-1]}")
 def test_whatever_fails_every_token_arrives_once_and_everything_ends_well(seeds: list[int]) -> None:
     for seed in seeds:
@@ -37,6 +38,7 @@ def test_whatever_fails_every_token_arrives_once_and_everything_ends_well(seeds:
         assert _is_as_wild_as_promised(outcome), outcome
 
 
+@pytest.mark.timeout(600)
 def test_a_seed_tells_the_same_story_again_also_in_another_process() -> None:
     told = run_seed(11).story.lines()
     assert run_seed(11).story.lines() == told
@@ -48,13 +50,14 @@ def test_a_seed_tells_the_same_story_again_also_in_another_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout
         for hash_seed in ("1", "2")
     }
     assert lengths == {f"{len(run_seed(11).story.tell())}\n"}
 
 
+@pytest.mark.timeout(600)
 def test_the_worlds_meet_every_kind_of_fault_and_of_end() -> None:
     struck: Counter[str] = Counter()
     finishes: Counter[str] = Counter()

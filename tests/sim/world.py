@@ -72,7 +72,7 @@ class Outcome:
 def run_seed(seed: int) -> Outcome:
     """Simulate one seed to its end."""
     rng = random.Random(f"world {seed}")
-    loop = SimLoop(seed, disorder=rng.choice([1.0, 1.0, 0.3]), max_steps=400_000, max_time_s=1500.0)
+    loop = SimLoop(seed, disorder=rng.choice([1.0, 1.0, 0.3]), max_steps=100_000, max_time_s=1500.0)
     world = World(rng, loop)
     with _logs_into(world.story):
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fleet_service.domain.node_types import Report
 from fleet_service.domain.placement.candidate import Candidate, Demand
 from fleet_service.domain.placement.filters import QUEUE_LIMIT, LeftOut, left_out, window_tokens
 from fleet_service.domain.placement.load import (
@@ -35,6 +36,8 @@ class Verdict:
     reservations: int
     max_context_tokens: int
     report_age_ms: int | None
+    decode_reported: bool
+    prefill_reported: bool
 
 
 def choose(
@@ -85,6 +88,7 @@ def _verdict(
     node: Candidate, reason: str, demand: Demand, policy: Policy, typical: Rates, now_s: float
 ) -> Verdict:
     rates = rates_of(node, typical)
+    reported = node.report or Report()
     return Verdict(
         node=node.name,
         eligible=not reason,
@@ -98,4 +102,6 @@ def _verdict(
         reservations=node.reservations,
         max_context_tokens=window_tokens(node, demand.model),
         report_age_ms=None if node.report_at_s is None else max(int((now_s - node.report_at_s) * 1000), 0),
+        decode_reported=reported.decode_tokens_per_s > 0,
+        prefill_reported=reported.prefill_tokens_per_s > 0,
     )

@@ -79,7 +79,7 @@ def _unplaceable(demand: Demand, known: int) -> FleetError:
     wanted = ", ".join(f"{key}={value}" for key, value in sorted(demand.selector.items()))
     return FleetError(
         Reason.MODEL_UNPLACEABLE,
-        f"none of the {known} nodes that serve model {demand.model} carries the labels {wanted}; "
+        f"model {demand.model} is served by {_nodes(known)}, none with the labels {wanted}; "
         "change the node selector, or add such a node",
         metadata={"model": demand.model, "knownNodes": str(known), "nodeSelector": wanted},
         resource=("fleet.v1.Model", f"models/{demand.model}"),
@@ -93,8 +93,8 @@ def _too_long(nodes: list[Candidate], demand: Demand) -> FleetError:
     remedy = "truncate" if demand.state_dependent else "shorten"
     return FleetError(
         Reason.CONTEXT_TOO_LONG,
-        f"{what} has {demand.prompt_tokens} tokens, and no node holds it with its output: the widest window "
-        f"of model {demand.model} is {widest} tokens; {remedy} it or ask for fewer tokens",
+        f"{what} has {demand.prompt_tokens} tokens, but the widest window of model {demand.model} has "
+        f"{widest}; {remedy} it",
         metadata={
             "model": demand.model,
             "promptTokens": str(demand.prompt_tokens),
@@ -110,8 +110,7 @@ def _saturated(demand: Demand, full: list[Candidate], now_s: float) -> FleetErro
     retry_after_s = max(min(free_again_s, default=_RETRY_AFTER_S), _MIN_RETRY_AFTER_S)
     return FleetError(
         Reason.FLEET_SATURATED,
-        f"all {len(full)} nodes that could take model {demand.model} have as much work waiting as they may; "
-        "retry later",
+        f"{_nodes(len(full))} could take model {demand.model}, but no more work may wait there; retry later",
         metadata={"model": demand.model, "fullNodes": str(len(full))},
         retry_after_s=retry_after_s,
     )
@@ -128,6 +127,10 @@ def _no_eligible_node(demand: Demand, nodes: list[Candidate], now_s: float, queu
         retry_after_s=_RETRY_AFTER_S,
         resource=("fleet.v1.Model", f"models/{demand.model}"),
     )
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number} nodes"
 
 
 def _lower_camel(snake: str) -> str:

@@ -1,0 +1,35 @@
+"""Why a connection failed, in a few words, out of what gRPC says about it.
+
+gRPC tells all such failures by one code, UNAVAILABLE, and a long text for its own developers. The texts are
+those of the core that grpcio 1.85 carries.
+"""
+
+from __future__ import annotations
+
+import re
+
+REFUSED = "connection refused"
+NO_ANSWER = "no answer"
+NAME_NOT_FOUND = "name not found"
+NOT_GRPC = "it does not speak gRPC"
+CLOSED = "the connection was closed"
+
+# The first that fits: a failed look-up may have timed out, too.
+_CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), cause)
+    for pattern, cause in (
+        (r"parsing HTTP/2", NOT_GRPC),
+        (r"name not found|host not found", NAME_NOT_FOUND),
+        (r"resolv|DNS|lookup", "its name cannot be looked up"),
+        (r"refused", REFUSED),
+        (r"timed out|timeout|handshaker shutdown", NO_ANSWER),
+        (r"no route to host", "no route to host"),
+        (r"network is unreachable", "network is unreachable"),
+        (r"socket closed|connection reset|broken pipe|goaway|connection closed", CLOSED),
+    )
+)
+
+
+def connection_cause(details: str) -> str:
+    """The cause of an UNAVAILABLE that gRPC itself made, from its details; "" where that is not known."""
+    return next((cause for pattern, cause in _CAUSES if pattern.search(details)), "")

