@@ -30,7 +30,7 @@ _ADVICE = {
     "SESSION_NOT_FOUND": "see `fleet sessions`; a finished or expired session is gone, make a new one",
     "SESSION_PARKED": "resume the session first (FleetService.ResumeSession)",
     "GENERATION_IN_PROGRESS": "wait until the session's generation ends, or cancel it",
-    "CONTEXT_TOO_LONG": "shorten the prompt, or add a node with a wider window (`fleet nodes` shows them)",
+    "CONTEXT_TOO_LONG": "shorten the prompt, or add a node with a wider window (`fleet explain` shows them)",
     "MODEL_NOT_FOUND": "see which models the nodes serve with `fleet nodes`",
     "MODEL_UNPLACEABLE": "ask for other labels, or see what the nodes carry with `fleet nodes --json`",
     "NO_ELIGIBLE_NODE": "see why with `fleet nodes` and `fleet explain`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -64,13 +65,11 @@ def once(lie: Lie) -> Any:
 
 
 def again_and_again(*lies: Lie) -> Any:
-    """The first message once, then the last for ever, at a pace at which nothing is ever silent."""
+    """The messages in turn, for ever, at a pace at which nothing is ever silent."""
 
     async def generate(request: pb.NodeServiceGenerateRequest, context: Context) -> None:
-        if request.first_index == 0:
-            await context.write(lies[0](request))
-        while True:
-            await context.write(lies[-1](request))
+        for lie in itertools.cycle(lies):
+            await context.write(lie(request))
             await asyncio.sleep(0.05)
 
     return generate

@@ -15,7 +15,7 @@ from fleet.v1 import types_pb2
 from fleet_service.domain.epochs import make_epoch
 from fleet_service.domain.node_types import NodeState
 from tests.e2e.callers import Answer, complete, read_all
-from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt
+from tests.e2e.harness import MODEL, HeadServer, World, expected, prompt, until
 from tests.e2e.lying_node import (
     WINDOW_TOKENS,
     Context,
@@ -25,7 +25,7 @@ from tests.e2e.lying_node import (
     liar_hello,
     once,
 )
-from tests.links.scripted_node import ScriptedNode, serving
+from tests.links.scripted_node import serving
 
 N = 20
 REQUESTS = 8
@@ -55,7 +55,7 @@ ENDING_LIES = {
     "a cancel that nobody asked for": once(lambda r: step(r, finish=types_pb2.FINISH_REASON_CANCELLED)),
     "out of time at once": once(lambda r: step(r, finish=types_pb2.FINISH_REASON_WALL_CLOCK)),
     "a finish that is none": once(lambda r: step(r, finish=types_pb2.FINISH_REASON_STOP)),
-    "an end without a finish": once(lambda r: step(r)),
+    "an end without a finish": once(step),
     "a token just out of the vocabulary": once(lambda r: step(r, token_ids=[MODEL.vocab_size])),
     "nothing but the largest token": once(lambda r: step(r, token_ids=[2**32 - 1] * N, finish=LENGTH)),
     "a token that leaves one out": once(lambda r: step(r, first_index=r.first_index + 1, token_ids=[5])),
@@ -74,7 +74,7 @@ ENDLESS_LIES = {
     "phases in turn": again_and_again(lambda r: step(r, phase=PREFILL), lambda r: step(r, phase=QUEUED)),
     "its first token": again_and_again(lambda r: step(r, first_index=0, token_ids=expected_first(r))),
     "tokens of an old epoch": again_and_again(lambda r: step(r, epoch=r.epoch - 1, token_ids=[5])),
-    "empty messages": again_and_again(lambda r: step(r)),
+    "empty messages": again_and_again(step),
 }
 
 
@@ -181,7 +181,6 @@ UNACCEPTABLE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two thousand labels": ({"labels": {f"label-{i}": "x" * 200 for i in range(2000)}}, "at most"),
     "an epoch at the end of all": ({"highest_epoch": 2**64 - 1}, "far in the future"),
-    "the identity of the healthy node": ({"identity": "healthy"}, "in use"),
 }
 
 
@@ -192,8 +191,7 @@ async def test_a_node_that_says_what_nobody_can_use_is_refused_with_what_to_chan
     said, why = UNACCEPTABLE[what]
     async with beside_a_healthy_node(world, liar(**said), taken_in=False) as server:
         known = server.head.fleet.nodes[0]
-        while known.state is not NodeState.DOWN or why not in known.state_detail:
-            await asyncio.sleep(0.01)
+        await until(lambda: known.state is NodeState.DOWN, "it is refused")
         shown = await state_of(server, known.address)
         assert shown.state == admin_pb.NODE_STATE_DOWN
         assert why in shown.state_detail
@@ -203,12 +201,14 @@ async def test_a_node_that_says_what_nobody_can_use_is_refused_with_what_to_chan
 
 
 async def test_a_node_whose_identity_is_another_s_address_does_not_push_it_out(world: World) -> None:
-    node = ScriptedNode()
+    node = liar()
+
+    async def shake_hands(request: object, context: Context) -> pb.HandshakeResponse:
+        return liar_hello(identity=world.nodes[0].address)
+
+    node.answers["Handshake"] = shake_hands
     async with beside_a_healthy_node(world, node, taken_in=False) as server:
-        healthy = world.nodes[0]
-        node.answers["Handshake"] = liar_hello(identity=healthy.address)
         known = server.head.fleet.nodes[0]
-        while "the address of another node" not in known.state_detail:
-            await asyncio.sleep(0.01)
-        assert (await state_of(server, healthy.address)).name == "healthy"
+        await until(lambda: "the address of another node" in known.state_detail, "it is refused")
+        assert (await state_of(server, world.nodes[0].address)).name == "healthy"
         all_exact(await ask(server))
