@@ -1,8 +1,8 @@
 """What the head costs: its CPU time per streamed token and per short request, with stub nodes on loopback.
 
 `python -m benchmarks.relay [--json]`. CPU time of the head's own process is read before and after each load,
-so that other work on the machine disturbs the figures little. The same load straight at a node (`direct`)
-is run first: the ratio of its wall time to the head's says how far the load is from being the limit.
+so that other work on the machine disturbs the figures little. Each load is run over both kinds of link to the
+nodes: plain RPCs, and one multiplexed link each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`streams` callers at once, each asking `rounds` times for `tokens` tokens; nodes decode `rate` a second."""
+    """`streams` callers, each asking `rounds` times for `tokens` tokens; nodes decode `rate` a second."""
 
     name: str
     streams: int
@@ -47,6 +47,7 @@ class Result:
     """What one load cost the head. CPU is that of its process, user and system."""
 
     load: str
+    nodes: str
     requests: int
     tokens: int
     wall_s: float
@@ -95,23 +96,25 @@ async def _drive(address: str, load: Load) -> tuple[int, int, float]:
         return load.streams * load.rounds, sum(got), time.monotonic() - began
 
 
-async def _measure(folder: Path, load: Load) -> Result:
+async def _measure(folder: Path, load: Load, *, multiplexed: bool) -> Result:
     async with Children(folder) as children:
         nodes = [await _node(children, f"n{i}", load) for i in range(2)]
         flags = [flag for node in nodes for flag in ("--node", node)]
-        serve = ["serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--log-level", "warning"]
-        head, line = await children.start("head", [command_of("fleet"), *serve, *flags], "fleet: serving")
+        serve = [command_of("fleet"), "serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+        command = [*serve, "--log-level", "warning", "--set", f"links.multiplexed={multiplexed}", *flags]
+        head, line = await children.start("head", command, "fleet: serving")
         address = line.split()[4].rstrip(",")
         await _drive(address, Load("warm-up", 8, 2, 8, load.rate))
-        return await _cost(head, address, load)
+        return await _cost(head, address, load, "link" if multiplexed else "plain")
 
 
-async def _cost(head: Child, address: str, load: Load) -> Result:
+async def _cost(head: Child, address: str, load: Load, nodes: str) -> Result:
     head_before, own_before = cpu_s(head.process.pid), time.process_time()
     requests, tokens, wall_s = await _drive(address, load)
     head_s = cpu_s(head.process.pid) - head_before
     return Result(
         load=load.name,
+        nodes=nodes,
         requests=requests,
         tokens=tokens,
         wall_s=round(wall_s, 3),
@@ -134,8 +137,10 @@ async def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         results = []
         for load in LOADS:
-            print(f"running: {load.name}", file=sys.stderr, flush=True)
-            results.append(await _measure(Path(folder), load))
+            for multiplexed in (False, True):
+                kind = "link" if multiplexed else "plain"
+                print(f"running: {load.name}, nodes by {kind}", file=sys.stderr, flush=True)
+                results.append(await _measure(Path(folder), load, multiplexed=multiplexed))
         return results
 
 
@@ -148,10 +153,11 @@ def main() -> None:
     if wants_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
         return
-    print(f"{'load':34} {'requests':>9} {'tokens':>8} {'wall s':>7} {'head s':>7} {'µs/token':>9} {'µs/request':>11}")
+    columns = f"{'load':32} {'nodes':>6} {'requests':>9} {'tokens':>8} {'wall s':>7} {'head s':>7}"
+    print(f"{columns} {'µs/token':>9} {'µs/request':>11}")
     for r in results:
         print(
-            f"{r.load:34} {r.requests:9} {r.tokens:8} {r.wall_s:7.2f} {r.head_cpu_s:7.2f}"
+            f"{r.load:32} {r.nodes:>6} {r.requests:9} {r.tokens:8} {r.wall_s:7.2f} {r.head_cpu_s:7.2f}"
             f" {r.us_per_token:9.1f} {r.us_per_request:11.1f}"
         )
 

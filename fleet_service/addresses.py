@@ -7,6 +7,7 @@ import re
 NODE_PORT = 8454
 CALLERS_PORT = 8455
 ADMIN_PORT = 8456
+JOIN_PORT = 8457
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?")
 _HIGHEST_PORT = 65_535

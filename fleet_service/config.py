@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode
 
-from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, NODE_PORT, split_address
+from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, JOIN_PORT, NODE_PORT, split_address
 from fleet_service.runtime.settings import HeadSettings
 
 _RUNTIME = HeadSettings()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import grpc
 
+from node_stub.join import JoinSettings
 from node_stub.reference import StubModel
 from node_stub.rules import Limits
 from node_stub.stub_engine import EngineSettings
@@ -59,6 +60,7 @@ async def local_node(
     inline_bind: bool = True,
     limits: Limits | None = None,
     revision: str = MODEL.revision,
+    resume: bool = True,
 ) -> LocalNode:
     """A node for `world`, serving `models` (name to window in tokens), by default the one of the harness."""
     served = models or {MODEL.name: window_tokens}
@@ -69,6 +71,8 @@ async def local_node(
         labels=labels or {},
         inline_bind=inline_bind,
         limits=limits or Limits(),
+        resume=resume,
+        join=JoinSettings(f"127.0.0.1:{world.join_port}") if world.kind == "join" else None,
     )
     node = await LocalNode(StubNode(settings)).start()
     world.nodes.append(node)

@@ -31,7 +31,7 @@ async def test_a_session_that_another_head_took_over_ends_its_readers_with_the_n
 
 
 async def test_a_session_that_must_not_be_replayed_ends_with_its_node(world: World) -> None:
-    first, second = await local_nodes(world, 2)
+    first, second = await local_nodes(world, 2, resume=False)
     server = await world.head(first, second)
     await cordon(server, second)
     session_id = await open_session(server, prompt(10), replay=types_pb2.REPLAY_MODE_NEVER)

@@ -81,10 +81,12 @@ async def test_an_answer_asked_for_in_one_reply_tells_of_its_move(world: World) 
 
 
 @pytest.mark.parametrize("inline", ["--inline", "--no-inline"])
-async def test_a_dropped_link_is_taken_up_again_with_the_same_node(world: World, inline: str) -> None:
+async def test_after_a_dropped_link_the_session_is_bound_anew_on_the_same_node(
+    world: World, inline: str
+) -> None:
     points = ["after-assign", "after-append", "after-generate", "after-tokens=1", "after-tokens=20"]
     # One after another on one node: each drop breaks every call of the connection.
-    node = await world.node("node-1", inline)
+    node = await world.node("node-1", inline, "--no-resume")
     server = await world.head(node)
     for salt, point in enumerate(points):
         name, _, tokens = point.partition("=")

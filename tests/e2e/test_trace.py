@@ -191,6 +191,7 @@ async def test_its_turns_are_events_in_their_order(world: World, sink: Sink, tra
     assert finished["fleet.finish_reason"] == "LENGTH"
 
 
+@pytest.mark.parametrize("world", ["plain"], indirect=True)  # where it shows on the wire
 async def test_every_node_gets_the_context_of_its_own_attempt(
     world: World, sink: Sink, tracing: Tracing, carried: list[str]
 ) -> None:

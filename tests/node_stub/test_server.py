@@ -76,7 +76,12 @@ async def test_a_node_introduces_itself() -> None:
         reply = await head.stub.Handshake(hello(min_version=1, max_version=7))
         assert (reply.version, reply.identity, dict(reply.labels)) == (1, "n1", {"zone": "a"})
         assert [(m.name, m.max_context_tokens, m.vocab_size) for m in reply.models] == [("m", 4096, 32_000)]
-        assert reply.features == [admin_pb.NODE_FEATURE_INLINE_BIND]
+        assert set(reply.features) == {
+            admin_pb.NODE_FEATURE_INLINE_BIND,
+            admin_pb.NODE_FEATURE_LINK,
+            admin_pb.NODE_FEATURE_RESUME,
+            admin_pb.NODE_FEATURE_RECONCILE,
+        }
         assert (reply.report.max_lanes, reply.report.max_context_tokens) == (8, 4096)
         assert reply.highest_epoch == 0
         assert reply.incarnation
@@ -177,7 +182,8 @@ async def test_assign_and_append_may_come_along(node: StubNode, head: Head) -> N
 
 async def test_without_the_feature_parts_that_come_along_are_not_executed() -> None:
     async with StubNode(StubSettings(inline_bind=False)) as node, head_of(node.address) as head:
-        assert list((await head.stub.Handshake(hello())).features) == []
+        features = (await head.stub.Handshake(hello())).features
+        assert admin_pb.NODE_FEATURE_INLINE_BIND not in features
         stream = await collect(head.generate(PROMPT, 20, assign=head.assign_request(), command_id=9))
         assert stream.refusal.code == pb.REFUSAL_CODE_UNKNOWN_SESSION
 
