@@ -57,11 +57,12 @@ class StallWatch:
     def enter(self, phase: Phase, now_s: float, *, token: bool = False) -> None:
         """Told of a phase, or of a token: progress, unless the phase was there since the last token.
 
+        To leave the queue, which it enters but once, is progress too.
         From the first token on the prefill is allowed nothing more.
         """
         if token:
             self._seen = ()
-        elif phase is self._phase or phase in self._seen:
+        elif phase is self._phase or (phase in self._seen and self._phase is not Phase.QUEUED):
             return
         else:
             self._seen += (phase,)

@@ -86,7 +86,7 @@ def liar(generate: Any = says_nothing, **hello: Any) -> ScriptedNode:
 
 @asynccontextmanager
 async def beside_a_healthy_node(
-    world: World, node: ScriptedNode, *, taken_in: bool = True, **settings: object
+    world: World, node: ScriptedNode, *, taken_in: bool = True, **settings: Any
 ) -> AsyncIterator[HeadServer]:
     """A head of `node` and an honest one; in the end all must be quiet, while both are still there."""
     healthy = await local_node(world, "healthy", lanes=16)

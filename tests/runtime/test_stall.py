@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,11 @@ STALL_S = 3.0
 EACH_S = 0.5
 """A node that only pretends says something this often."""
 
+Tell = Callable[[StallWatch], Coroutine[Any, Any, None]]
+
 
 def stalled_after(
-    what: Callable[[StallWatch], Awaitable[None]],
+    what: Tell,
     *,
     prompt_tokens: int = 0,
     rate: int = 100,
@@ -43,7 +46,7 @@ def stalled_after(
 
         watch = StallWatch(loop, STALL_S, prompt_tokens, lambda: rate, stalled)
         watch.start()
-        tells = asyncio.create_task(what(watch))  # type: ignore[arg-type]
+        tells = asyncio.create_task(what(watch))
         await asyncio.wait({asyncio.ensure_future(gave_up.wait())}, timeout=wait_s)
         tells.cancel()
         watch.stop()
@@ -52,7 +55,7 @@ def stalled_after(
     return found[0] if found else None
 
 
-def tell(*moments: tuple[float, Phase | None]) -> Callable[[StallWatch], Awaitable[None]]:
+def tell(*moments: tuple[float, Phase | None]) -> Tell:
     """Enter a phase at each moment (virtual seconds); None stands for a token."""
 
     async def telling(watch: StallWatch) -> None:
@@ -64,7 +67,7 @@ def tell(*moments: tuple[float, Phase | None]) -> Callable[[StallWatch], Awaitab
     return telling
 
 
-def again_and_again(*phases: Phase) -> Callable[[StallWatch], Awaitable[None]]:
+def again_and_again(*phases: Phase) -> Tell:
     async def telling(watch: StallWatch) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -84,9 +87,21 @@ def test_the_same_phase_again_is_no_progress(phase: Phase) -> None:
     assert stalled_after(again_and_again(phase)) == STALL_S + CONFIRM_STALL_S
 
 
-def test_going_back_and_forth_among_phases_is_no_progress() -> None:
-    given_up_s = stalled_after(again_and_again(Phase.QUEUED, Phase.PREFILL, Phase.DECODE))
-    assert given_up_s == 2 * EACH_S + STALL_S + CONFIRM_STALL_S
+@pytest.mark.parametrize(
+    "phases",
+    [
+        (Phase.QUEUED, Phase.PREFILL),
+        (Phase.PREFILL, Phase.QUEUED),
+        (Phase.DECODE, Phase.QUEUED),
+        (Phase.PREFILL, Phase.DECODE),
+        (Phase.QUEUED, Phase.PREFILL, Phase.DECODE),
+        (Phase.DECODE, Phase.PREFILL, Phase.QUEUED),
+    ],
+)
+def test_going_back_and_forth_among_phases_is_no_progress(phases: tuple[Phase, ...]) -> None:
+    given_up_s = stalled_after(again_and_again(*phases))
+    assert given_up_s is not None
+    assert given_up_s <= len(phases) * EACH_S + STALL_S + CONFIRM_STALL_S
 
 
 def test_each_new_phase_and_each_token_is_progress() -> None:
@@ -94,9 +109,11 @@ def test_each_new_phase_and_each_token_is_progress() -> None:
     assert stalled_after(tell(*steady)) == 104.0 + STALL_S + CONFIRM_STALL_S
 
 
-def test_a_run_that_a_node_puts_back_in_its_queue_after_a_token_is_progress() -> None:
+def test_a_run_that_the_node_put_back_in_its_queue_for_long_goes_on() -> None:
     preempted = [(1.0, None), (2.0, Phase.QUEUED), (50.0, Phase.PREFILL), (52.0, Phase.DECODE), (54.0, None)]
     assert stalled_after(tell(*preempted)) == 54.0 + STALL_S + CONFIRM_STALL_S
+    in_prefill = [(1.0, Phase.PREFILL), (2.0, Phase.QUEUED), (50.0, Phase.PREFILL), (52.0, None)]
+    assert stalled_after(tell(*in_prefill)) == 52.0 + STALL_S + CONFIRM_STALL_S
 
 
 def test_waiting_in_the_node_s_own_queue_is_no_stall() -> None:
@@ -178,6 +195,13 @@ async def alternates_phases(command: Run, sink: RunSink) -> None:
             await asyncio.sleep(EACH_S)
 
 
+async def is_put_back_in_the_queue(command: Run, sink: RunSink) -> None:
+    while True:
+        for phase in (Phase.PREFILL, Phase.QUEUED):
+            sink.on_step(command.epoch, command.first_index, [], phase, None, None)
+            await asyncio.sleep(EACH_S)
+
+
 async def sends_empty_steps(command: Run, sink: RunSink) -> None:
     while True:
         sink.on_step(command.epoch, command.first_index, [], None, None, None)
@@ -196,7 +220,14 @@ async def a_completion(head: Head, tokens: int) -> Generation:
 
 
 @pytest.mark.parametrize(
-    "pretends", [repeats_a_phase, repeats_an_old_token, alternates_phases, sends_empty_steps]
+    "pretends",
+    [
+        repeats_a_phase,
+        repeats_an_old_token,
+        alternates_phases,
+        is_put_back_in_the_queue,
+        sends_empty_steps,
+    ],
 )
 def test_a_node_that_only_pretends_to_work_is_left_for_one_that_does(pretends: Speak) -> None:
     async def story() -> None:

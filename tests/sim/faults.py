@@ -15,6 +15,8 @@ from tests.sim.oracle import Oracle
 
 MIN_FAULTS = 5
 _HORIZON_S = 25.0
+# Between two of them the head must have had time to see for itself what came of its nodes.
+_BETWEEN_STANDSTILLS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ class FaultPlan:
     def _stop_head(self, duration_s: float) -> bool:
         """All of it stands still; whatever was to happen meanwhile happens at once afterwards."""
         began_s = self._network.loop.time()
+        if self._oracle.ran_for(began_s) < _BETWEEN_STANDSTILLS_S:
+            return False
         self._network.loop.stand_still(duration_s)
         self._oracle.stood_still(began_s, self._network.loop.time())
         return True

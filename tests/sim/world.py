@@ -163,6 +163,7 @@ class World:
             self.settings.queue_limit_per_node < 100
             or profile.limits.max_sessions < 100
             or profile.limits.kv_blocks_total
+            or not self.oracle.wire_trouble.quiet(self._loop.time())  # a ping may have been lost
         ):
             return False
         return (
