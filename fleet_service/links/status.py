@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from fleet_service.grpc_causes import CLOSED, NO_ANSWER, NOT_GRPC, connection_cause
+from fleet_service.grpc_causes import CLOSED, NO_ANSWER, NOT_GRPC, REFUSED, connection_cause
 from fleet_service.runtime.protocols import (
     HandshakeRefusedError,
     LinkError,
@@ -59,6 +59,7 @@ def handshake_error(error: grpc.aio.AioRpcError, address: str, connect_timeout_s
         return LinkTimeoutError(f"{address} took the connection but did not answer the handshake in time")
     if code is grpc.StatusCode.UNAVAILABLE:
         cause = _text(error)
+        refused = cause == REFUSED
         if cause == NOT_GRPC:
             return HandshakeRefusedError(
                 f"{address} does not speak gRPC: check address and port, and that the node serves without TLS"
@@ -67,7 +68,7 @@ def handshake_error(error: grpc.aio.AioRpcError, address: str, connect_timeout_s
             cause = f"no answer within {connect_timeout_s:g} s"
         elif cause == CLOSED:
             cause = f"{cause} at once, as a node with TLS does"
-        return LinkLostError(f"cannot connect to {address}: {cause}")
+        return LinkLostError(f"cannot connect to {address}: {cause}", refused=refused)
     advice = _REASON_ADVICE.get(_reason(error)) or _CODE_ADVICE.get(code) or "see the node's log"
     return HandshakeRefusedError(f"{address} refused the handshake: {advice} ({_text(error)})")
 

@@ -24,6 +24,9 @@ from fleet_service.runtime.settings import HeadSettings
 log = structlog.get_logger(__name__)
 
 COURIER_BATCH = 16
+RELINK_PAUSE_S = 0.05
+"""Between two redials of a link that has just broken."""
+
 STABLE_S = 5.0
 """A link that lived longer did not die young."""
 
@@ -128,15 +131,24 @@ class NodeKeeper:
             closing.add_done_callback(self._closing.discard)
 
     async def _relink(self) -> asyncio.Future[LinkError] | None:
-        """One redial at once; None when the node, of whatever incarnation, is not there again."""
+        """Redial at once, and for `relink_s` unless nobody listens there; None when the node is not back."""
         try:
             async with asyncio.timeout(self._settings.relink_s):
-                return await self._connect()
+                return await self._connect_soon()
         except (LinkError, TimeoutError):
             return None
         except Exception:
             log.exception("redial_failed", node=self._node.name)
             return None
+
+    async def _connect_soon(self) -> asyncio.Future[LinkError]:
+        while True:
+            try:
+                return await self._connect()
+            except LinkLostError as error:
+                if error.refused:
+                    raise
+                await asyncio.sleep(RELINK_PAUSE_S)
 
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:

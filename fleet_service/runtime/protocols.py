@@ -28,7 +28,11 @@ class LinkError(Exception):
 
 
 class LinkLostError(LinkError):
-    """The connection to the node is gone or was never there."""
+    """The connection to the node is gone or was never there. `refused`: nobody listens where it was."""
+
+    def __init__(self, text: str, *, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
 
 
 class LinkTimeoutError(LinkError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from tests.e2e.callers import (
@@ -86,6 +88,7 @@ async def test_a_cancel_while_the_request_waits_at_the_head(world: World) -> Non
     assert (await running.end()).tokens == expected(prompt(10), 100)
 
 
+@pytest.mark.parametrize("world", ["plain", "link"], indirect=True)  # two heads dial one node
 async def test_a_cancel_while_the_request_waits_on_a_node_that_another_head_keeps_busy(world: World) -> None:
     node = await world.node("node-1", "--lanes", "1", "--decode-rate", "50")
     other_head = await world.head(node, head_id="head-2")
