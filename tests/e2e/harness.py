@@ -120,13 +120,15 @@ class NodeProcess:
         """SIGKILL."""
         if self.alive:
             self.signal(signal.SIGKILL)
-            assert self._process is not None
-            await self._process.wait()
+            await self.wait_dead()
 
     async def wait_dead(self) -> None:
-        """Until the process has ended by itself."""
+        """Until the process has ended, and its pipe with it."""
         assert self._process is not None
-        await asyncio.wait_for(self._process.wait(), PATIENCE_S)
+        assert self._process.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            await self._process.wait()
+            await self._process.stdout.read()
 
     def freeze(self) -> None:
         self.signal(signal.SIGSTOP)
