@@ -12,6 +12,10 @@ PROTOS  := $(shell find proto/fleet -name '*.proto' 2>/dev/null)
 # What there is of these is checked.
 TYPED   := $(wildcard fleet_service node_stub proto/build_hook.py tests examples)
 
+# The end-to-end tests whose nodes can dial the head instead of being dialed.
+JOINED  := $(addprefix tests/e2e/test_,one_node.py node_death.py delivered_end.py cancel.py disconnect.py \
+             deadline.py frozen_node.py going_on.py)
+
 INSTALLED := $(VENV)/.installed
 GENERATED := $(VENV)/.generated
 LLAMA     := $(VENV)/.llama
@@ -34,14 +38,13 @@ demo-llm: $(GENERATED) $(LLAMA) ## The same with a real small language model (ab
 test: $(GENERATED) ## Run the tests, without the slow ones
 	$(PYTEST) tests -m "not slow"
 
-test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, and SEEDS simulation seeds
-	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow" || [ $$? -eq 5 ]  # 5: there are none
-ifneq ($(wildcard tests/sim),)
+test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other links, SEEDS simulation seeds
+	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow"
 	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests/sim -m "not slow"
-endif
+	FLEET_E2E_KIND=link $(PYTEST) tests/e2e -m "not slow"
+	FLEET_E2E_KIND=join $(PYTEST) $(JOINED) -m "not slow"
 
-test-all: $(GENERATED) ## Run every test, with SEEDS simulation seeds
-	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests
+test-all: test test-slow ## Run every test, with SEEDS simulation seeds
 
 lint: $(GENERATED) ## Check style, formatting, layers and the contract
 	$(BIN)/ruff check .
