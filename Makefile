@@ -46,11 +46,12 @@ test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other li
 
 test-all: test test-slow ## Run every test, with SEEDS simulation seeds
 
-lint: $(GENERATED) ## Check style, formatting, layers and the contract
+lint: $(GENERATED) ## Check style, formatting, layers, the contract and what the documents name
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
+	$(BIN)/python -m pytest -q tests/docs/test_parity.py
 
 format: $(GENERATED) ## Format the code and mend what can be mended
 	$(BIN)/ruff format .

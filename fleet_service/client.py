@@ -11,12 +11,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2_grpc
 
 from fleet.v1 import admin_service_pb2_grpc, fleet_service_pb2_grpc
 from fleet.v1.fleet_service_pb2 import (
@@ -157,6 +158,8 @@ class FleetClient:
         self.admin: admin_service_pb2_grpc.AdminServiceAsyncStub = admin_service_pb2_grpc.AdminServiceStub(
             self._admin_channel
         )
+        # Health of the callers' listener. Its published types know only blocking channels.
+        self.health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -168,7 +171,7 @@ class FleetClient:
         await self._admin_channel.close()
 
     async def ask(self, call: Awaitable[_T]) -> _T:
-        """Await a unary call of `fleet` or `admin`.
+        """Await a unary call of `fleet`, `admin` or `health`.
 
         Raises CallError: UnreachableError where nothing listens, NoAnswerError at the timeout.
         """

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fleet_service import __version__
-from fleet_service.cli import explain, generate, nodes, serve, sessions
+from fleet_service.cli import doctor, explain, generate, nodes, serve, sessions
 from fleet_service.cli.options import examples
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ nodes.register(app)
 sessions.register(app)
 generate.register(app)
 explain.register(app)
+doctor.register(app)
 
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it so

@@ -82,6 +82,7 @@ class Head:
         nodes = [self.nodes.add(address) for address in addresses]
         self._tender_task = asyncio.get_running_loop().create_task(self.tender.run(), name="tender")
         await self.nodes.first_try(*nodes)
+        self.nodes.tell_unanswered(*nodes)
 
     def drain(self) -> None:
         """Take no more new work; what runs goes on."""

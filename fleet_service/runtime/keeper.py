@@ -158,7 +158,7 @@ class NodeKeeper:
                 log.error("dial_failed", node=self._node.name, exc_info=error)
             if self._node.state is not NodeState.DOWN or self._node.state_detail != why:
                 self._node.set_state(NodeState.DOWN, why)
-                log.warning("node_down", node=self._node.name, why=why)
+                log.warning("node_down", node=self._node.name, address=self._node.address, why=why)
             self.first_try.set()
 
         retrying = AsyncRetrying(
@@ -228,7 +228,15 @@ class NodeKeeper:
         node.set_state(NodeState.UP, "")
         node.relink_decided()
         node.outbox_wake.set()
-        log.info("node_up", node=node.name, address=node.address, incarnation=hello.incarnation, again=again)
+        log.info(
+            "node_up",
+            node=node.name,
+            address=node.address,
+            incarnation=hello.incarnation,
+            again=again,
+            models=sorted(node.models),
+            lanes=node.lanes,
+        )
 
     async def deliver_revokes(self) -> None:
         """Until cancelled: send what the outbox holds, whenever there is something and a link."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import structlog
+
 from fleet_service.domain.commands import Revoke
 from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
@@ -20,6 +22,8 @@ from fleet_service.domain.placement import Demand, is_hot
 from fleet_service.domain.specs import Qos
 from fleet_service.runtime.protocols import NodeLink
 from fleet_service.runtime.settings import HeadSettings
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Node:
         self.models: dict[str, ModelInfo] = {}
         self.report: Report | None = None
         self.report_at_s: float | None = None
+        self._lanes_told = False
         self.was_hot = False
         self.last_sign_s = clock()
         self.ever_heard = False
@@ -162,11 +167,25 @@ class Node:
         now = self._clock()
         self.report = report
         self.report_at_s = now
+        self._tell_of_lanes(report.max_lanes)
         if models:
             self.models = {model.name: model for model in models}
             self.on_change(self)
         self.was_hot = is_hot(self, self._settings.pool_high_pct, now)
         self.dispatch()
+
+    def _tell_of_lanes(self, own: int) -> None:
+        """Warn, once, of lanes that are not used because the head believes no node to have so many."""
+        most = self._settings.max_lanes_per_node
+        if own > most and not self._settings.lanes_per_node and not self._lanes_told:
+            self._lanes_told = True
+            log.warning(
+                "lanes_capped",
+                node=self.name,
+                has=own,
+                used=most,
+                advice="raise head.max_lanes_per_node to use all",
+            )
 
     def set_state(self, state: NodeState, detail: str) -> None:
         """Enter a state; out of UP, what waits here is sent elsewhere."""

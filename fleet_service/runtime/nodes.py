@@ -94,6 +94,17 @@ class Nodes:
             for wait in waits:
                 wait.cancel()
 
+    def tell_unanswered(self, *nodes: Node) -> None:
+        """Warn of those whose first try is still open; the keepers have told how it ended for the others."""
+        for node in nodes:
+            if node.state is NodeState.CONNECTING:
+                log.warning(
+                    "node_not_reached",
+                    node=node.name,
+                    address=node.address,
+                    why=f"no answer within {FIRST_TRY_S:g} s; it is dialed on",
+                )
+
     async def remove(self, node: Node) -> None:
         """Out of the fleet: what it runs goes on elsewhere; what it holds is given up to its lease."""
         self._fleet.remove(node)

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from fleet.v1 import admin_service_pb2 as admin
@@ -74,12 +75,16 @@ def finished(reason: str = "LENGTH", **more: Any) -> fleet.GenerationEvent:
 
 @dataclass
 class ScriptedHead:
-    """`streams` are played in order, one per call; `replies` by method. `calls` keeps every request."""
+    """`streams` are played in order, one per call; `replies` by method. `calls` keeps every request.
+
+    `serving` is the callers' health, by service.
+    """
 
     address: str = ""
     admin_address: str = ""
     streams: list[Sequence[Step]] = field(default_factory=list)
     replies: dict[str, Message | Refuse | Hang] = field(default_factory=dict)
+    serving: dict[str, bool] = field(default_factory=lambda: {"": True, "fleet.v1.FleetService": True})
     calls: list[tuple[str, Any]] = field(default_factory=list)
     called: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -135,6 +140,17 @@ def _servicer(base: type, script: ScriptedHead) -> Any:
     return type(f"Scripted{base.__name__}", (base,), {**body, "script": script})()
 
 
+class _Health(health_pb2_grpc.HealthServicer):
+    def __init__(self, script: ScriptedHead) -> None:
+        self._script = script
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        reply = health_pb2.HealthCheckResponse
+        return reply(status=reply.SERVING if self._script.serving[request.service] else reply.NOT_SERVING)
+
+
 @asynccontextmanager
 async def scripted_head() -> AsyncIterator[ScriptedHead]:
     """Both listeners, open."""
@@ -144,6 +160,7 @@ async def scripted_head() -> AsyncIterator[ScriptedHead]:
     admin_grpc.add_AdminServiceServicer_to_server(
         _servicer(admin_grpc.AdminServiceServicer, script), operators
     )
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(script), callers)
     script.address = f"127.0.0.1:{callers.add_insecure_port('127.0.0.1:0')}"
     script.admin_address = f"127.0.0.1:{operators.add_insecure_port('127.0.0.1:0')}"
     script.replies = {

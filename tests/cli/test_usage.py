@@ -28,6 +28,7 @@ COMMANDS = [
     ["sessions"],
     ["generate"],
     ["explain"],
+    ["doctor"],
 ]
 
 

@@ -56,6 +56,7 @@ class FakeNode:
 
     says: NodeHello | Exception
     lives_s: float | None = None
+    answers_after_s: float = 0.0
     renews: bool = True
     speak: Speak | None = None
     at_dial: Callable[[FakeNode], None] = lambda _node: None
@@ -158,7 +159,7 @@ class FakeDialer:
     async def probe(self, address: str, introduction: Introduction) -> NodeHello:
         node = self._nodes[address]
         node.at_dial(node)
-        await asyncio.sleep(0)
+        await asyncio.sleep(node.answers_after_s)
         if isinstance(node.says, Exception):
             raise node.says
         return node.says

@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 
 from fleet_service.domain.commands import Revoke
 from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, make_epoch
-from fleet_service.domain.node_types import NodeState
+from fleet_service.domain.node_types import NodeState, Report
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.protocols import LinkLostError
 from fleet_service.runtime.settings import HeadSettings
-from tests.runtime.fakes import UNIX_S, FakeNode, head_of, hello, simulate
+from tests.runtime.fakes import MODEL, UNIX_S, FakeNode, head_of, hello, simulate
 
 REDIAL_MIN_S = HeadSettings().redial_min_s
 REDIAL_MAX_S = HeadSettings().redial_max_s
@@ -327,6 +327,62 @@ def test_a_node_that_was_away_for_less_keeps_its_lease_and_what_it_holds() -> No
         assert node.leases == []
         assert known.life == life
         assert {revoke.session_id for revoke in node.revoked} == {"sure", "unsure"}
+        await head.stop(0)
+
+    simulate(story)
+
+
+def _told_of(logs: list[Any], *events: str) -> list[Any]:
+    return [entry for entry in logs if entry["event"] in events]
+
+
+def test_a_head_says_of_each_node_whether_it_was_reached_at_the_start_and_why_not() -> None:
+    async def story() -> None:
+        nodes = {
+            "up:1": FakeNode(hello("a")),
+            "gone:1": FakeNode(LinkLostError("connection refused")),
+            "slow:1": FakeNode(hello("s"), answers_after_s=3.0),
+        }
+        with capture_logs() as logs:
+            head = await head_of(nodes)
+        told = _told_of(logs, "node_up", "node_down", "node_not_reached")
+        assert {(each["event"], each["address"], each.get("why")) for each in told} == {
+            ("node_up", "up:1", None),
+            ("node_down", "gone:1", "connection refused"),
+            ("node_not_reached", "slow:1", "no answer within 2 s; it is dialed on"),
+        }
+        assert len(told) == 3
+        (up,) = _told_of(logs, "node_up")
+        assert (up["models"], up["lanes"]) == ([MODEL], 4)
+        await head.stop(0)
+
+    simulate(story)
+
+
+def test_lanes_beyond_the_cap_are_warned_of_once_per_node() -> None:
+    async def story() -> None:
+        nodes = {
+            f"{name}:1": FakeNode(hello(name, report=Report(max_lanes=lanes)), lives_s=10.0)
+            for name, lanes in (("a", 65), ("b", 64), ("c", 200))
+        }
+        with capture_logs() as logs:
+            head = await head_of(nodes, max_lanes_per_node=64)
+            await asyncio.sleep(60)
+        assert all(len(node.links) > 2 for node in nodes.values())
+        told = [(each["node"], each["has"], each["used"]) for each in _told_of(logs, "lanes_capped")]
+        assert sorted(told) == [("a", 65, 64), ("c", 200, 64)]
+        await head.stop(0)
+
+    simulate(story)
+
+
+def test_no_lanes_are_warned_of_where_the_setting_says_how_many_to_use() -> None:
+    async def story() -> None:
+        node = FakeNode(hello("a", report=Report(max_lanes=200)))
+        with capture_logs() as logs:
+            head = await head_of({"a:1": node}, max_lanes_per_node=64, lanes_per_node=8)
+        assert head.fleet.nodes[0].lanes == 8
+        assert _told_of(logs, "lanes_capped") == []
         await head.stop(0)
 
     simulate(story)
