@@ -54,24 +54,27 @@ async def far_away(address: str, one_way_s: float) -> AsyncIterator[str]:
                 await loop.sock_sendall(target, data)
             target.shutdown(socket.SHUT_WR)
 
-    async def accept(listening: socket.socket) -> None:
-        while True:
-            near, _ = await loop.sock_accept(listening)
-            far = sockets.enter_context(socket.socket())
-            far.setblocking(False)
-            sockets.enter_context(near)
-            await loop.sock_connect(far, (host, int(port)))
-            tasks.append(asyncio.create_task(pump(near, far)))
-            tasks.append(asyncio.create_task(pump(far, near)))
+    async def serve(near: socket.socket) -> None:
+        far = sockets.enter_context(socket.socket())
+        for each in (near, far):
+            each.setblocking(False)
+        await loop.sock_connect(far, (host, int(port)))
+        await asyncio.gather(pump(near, far), pump(far, near))
+
+    def accept(listening: socket.socket) -> None:
+        # Not awaited: a wait that is cancelled may have taken a connection that nobody closes then.
+        near = sockets.enter_context(listening.accept()[0])
+        tasks.append(asyncio.create_task(serve(near)))
 
     with ExitStack() as sockets:
         listening = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
         listening.setblocking(False)
-        tasks.append(asyncio.create_task(accept(listening)))
+        loop.add_reader(listening, accept, listening)
         yield f"127.0.0.1:{listening.getsockname()[1]}"
+        loop.remove_reader(listening)
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def ids(events: list[GenerationEvent]) -> list[int]:

@@ -66,7 +66,8 @@ async def test_the_clock_runs_while_a_request_waits_for_a_lane(world: World) -> 
     answer = await read_all(complete(server, prompt(12), 4, max_wall_ms=600))
     check_in_time(answer, 600, tokens=0)
     assert (answer.started, answer.finished.attempts) == ([], 0)
-    assert answer.finished.timings.queued_ms >= 600
+    # All of it but what acceptance took.
+    assert 500 <= answer.finished.timings.queued_ms <= answer.finished.timings.total_ms
     assert len(await node.journal(kind="generate")) == 1
     await running.leave()
 
