@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from tests.e2e.harness import World
+from tests.ports import quiet_port
 
 
 @pytest_asyncio.fixture
@@ -19,15 +19,8 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     A parameter says how head and nodes speak ("plain", "link", "join"); without one FLEET_E2E_KIND does.
     """
     kind = getattr(request, "param", os.environ.get("FLEET_E2E_KIND", "plain"))
-    made = World(kind=kind, join_port=_free_port() if kind == "join" else 0)
+    made = World(kind=kind, join_port=quiet_port() if kind == "join" else 0)
     try:
         yield made
     finally:
         await made.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -38,6 +38,7 @@ from fleet_service.runtime.observer import FleetObserver
 from fleet_service.runtime.protocols import Dialer
 from fleet_service.runtime.settings import HeadSettings
 from node_stub.reference import StubModel, reference_tokens
+from tests.ports import quiet_port
 
 if TYPE_CHECKING:
     from fleet.stub.v1.stub_service_pb2_grpc import StubServiceAsyncStub
@@ -91,7 +92,7 @@ class NodeProcess:
 
     async def start(self, port: int = 0) -> NodeProcess:
         """Start the process and wait for its line; `port` 0 = any, or the one it had."""
-        listen = f"127.0.0.1:{port or (self.address.rpartition(':')[2] or 0)}"
+        listen = f"127.0.0.1:{port or self.address.rpartition(':')[2] or quiet_port()}"
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -16,6 +16,7 @@ from node_stub.rules import Limits
 from node_stub.stub_engine import EngineSettings
 from node_stub.stub_node import StubNode, StubSettings
 from tests.e2e.harness import MODEL, NodeProcess, World
+from tests.ports import quiet_port
 
 
 class LocalNode(NodeProcess):
@@ -65,6 +66,7 @@ async def local_node(
     """A node for `world`, serving `models` (name to window in tokens), by default the one of the harness."""
     served = models or {MODEL.name: window_tokens}
     settings = StubSettings(
+        address=f"127.0.0.1:{quiet_port()}",
         identity=identity or f"node-{len(world.nodes) + 1}",
         models=[(StubModel(name, revision), window) for name, window in served.items()],
         engine=EngineSettings(lanes, decode_rate, prefill_rate),

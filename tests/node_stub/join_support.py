@@ -13,6 +13,7 @@ from fleet.v1 import join_service_pb2 as join_pb
 from fleet.v1 import join_service_pb2_grpc as join_grpc
 from tests.node_stub.link_support import PATIENCE_S, LinkHead
 from tests.node_stub.support import Head
+from tests.ports import quiet_port
 
 
 class JoinedLink(LinkHead):
@@ -50,7 +51,7 @@ class JoinHead(join_grpc.JoinServiceServicer):
         """Listen, again on the same port if it did before."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         join_grpc.add_JoinServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        port = self._server.add_insecure_port(self.address or f"127.0.0.1:{quiet_port()}")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 

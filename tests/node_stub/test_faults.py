@@ -16,6 +16,7 @@ from node_stub.rules import Code
 from node_stub.stub_engine import EngineSettings
 from node_stub.stub_node import StubNode, StubSettings
 from tests.node_stub.support import E1, E2, PROMPT, Head, Stream, collect, eventually, head_of, process, until
+from tests.ports import quiet_port
 
 LENGTH, CANCELLED = types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_CANCELLED
 ANSWER = reference_tokens(StubModel("stub"), 0, PROMPT, 40)
@@ -360,7 +361,7 @@ def test_lies_are_written_in_a_few_words() -> None:
 
 
 async def test_within_ones_own_process_die_ends_the_server_and_freeze_is_refused() -> None:
-    node = StubNode()
+    node = StubNode(StubSettings(address=f"127.0.0.1:{quiet_port()}"))
     await node.start()
     async with head_of(node.address) as head:
         await head.bind()

@@ -200,11 +200,13 @@ async def test_more_generations_than_lanes_wait_and_a_lower_class_goes_first() -
             ended.append((name, stream.phases))
 
         load = node.node.engine.load
+        node.set_faults(slow_down=50)  # until all of them wait
         tasks = [asyncio.create_task(run("first", 4))]
         await eventually(lambda: load().lanes_active == 1)
         for depth, (name, qos) in enumerate([("background", 4), ("agent", 3), ("person", 1)]):
             tasks.append(asyncio.create_task(run(name, qos)))
             await eventually(lambda depth=depth: load().queue_depth == depth + 1)  # type: ignore[misc]
+        node.set_faults()
         await asyncio.gather(*tasks)
         assert [name for name, _ in ended] == ["first", "person", "agent", "background"]
         assert ended[0][1] == [PREFILL, DECODE]
