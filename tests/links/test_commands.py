@@ -234,3 +234,5 @@ async def test_close_twice_is_close_once() -> None:
     async with linked(ScriptedNode()) as link:
         await link.close()
         await link.close()
+        with pytest.raises(LinkLostError):
+            await link.ping()
