@@ -129,7 +129,7 @@ def test_the_same_command_again_gets_the_same_reply_and_does_nothing(bound: Node
     assert code(again) == Code.REPLAYED
 
 
-def test_the_same_assign_again_keeps_the_context_and_is_done(rules: NodeRules) -> None:
+def test_the_same_assign_again_is_done_again(rules: NodeRules) -> None:
     assert rules.assign(assign(), 0) is None
     assert rules.assign(assign(), 5) is None
 
