@@ -52,7 +52,6 @@ class Tender:
         self._keeper_of = keeper_of
         self._spawn = spawn
         self._renewing: set[tuple[Node, int]] = set()
-        self.books_balance = True
         self.period_s = min(settings.tick_s, settings.silence_s / 4)
 
     async def run(self) -> None:
@@ -131,7 +130,6 @@ class Tender:
 
     def _check_books(self) -> None:
         wrong = [node for node in self._fleet.nodes if not node.books_balance]
-        self.books_balance = not wrong
         for node in wrong:
             log.error(
                 "books_do_not_balance",

@@ -157,7 +157,7 @@ async def test_a_reader_is_closed_when_its_caller_s_connection_breaks(edge: Edge
     call = edge.fleet.Generate(GENERATE)
     await call.read()
     await edge.channel.close()
-    await asyncio.wait_for(reader.closed.wait(), 10)
+    assert await asyncio.wait_for(reader.closed.wait(), 10)
 
 
 async def test_a_reader_is_closed_when_the_caller_of_generate_all_leaves(edge: Edge) -> None:
@@ -166,7 +166,7 @@ async def test_a_reader_is_closed_when_the_caller_of_generate_all_leaves(edge: E
     while "generate" not in edge.head.calls:
         await asyncio.sleep(0)
     call.cancel()
-    await asyncio.wait_for(reader.closed.wait(), 10)
+    assert await asyncio.wait_for(reader.closed.wait(), 10)
 
 
 async def test_a_reader_is_closed_when_it_breaks_and_the_caller_learns_an_id(edge: Edge) -> None:

@@ -60,7 +60,7 @@ def test_an_attempt_that_added_a_token_resets_the_count() -> None:
 def test_busy_fenced_and_leaving_nodes_cost_no_attempt(kind: FailureClass) -> None:
     budget = AttemptBudget()
     for _ in range(20):
-        _again(budget.after(Failure(kind, "a"), 0))
+        assert isinstance(budget.after(Failure(kind, "a"), 0), TryAgain)
 
 
 def test_two_losses_at_one_token_are_poison_and_progress_between_is_not() -> None:

@@ -144,7 +144,9 @@ async def test_a_node_without_reports_costs_no_answer(world: World, watch: Any) 
     node = liar()
     node.streams["WatchStatus"] = watch
     async with beside_a_healthy_node(world, node, taken_in=False) as server:
-        all_exact(await ask(server, 16))
+        answers = await ask(server, 16)
+        all_exact(answers)
+        assert len(answers) == 16
 
 
 async def test_a_node_that_is_another_run_at_each_handshake_costs_no_answer(world: World) -> None:
@@ -156,7 +158,9 @@ async def test_a_node_that_is_another_run_at_each_handshake_costs_no_answer(worl
     node.answers["Handshake"] = shake_hands
     node.streams["WatchStatus"] = ends_at_once
     async with beside_a_healthy_node(world, node, taken_in=False) as server:
-        all_exact(await ask(server, 16))
+        answers = await ask(server, 16)
+        all_exact(answers)
+        assert len(answers) == 16
 
 
 async def test_a_node_that_has_seen_a_later_term_at_each_handshake_costs_no_answer(world: World) -> None:

@@ -364,6 +364,7 @@ async def test_a_frame_of_forty_megabytes_costs_the_link(way: str) -> None:
         await both.listener.lost.wait()
         await asyncio.wait([sending])
         sending.exception()
+    assert len(both.listener.losses) == 1
 
 
 @both_ways

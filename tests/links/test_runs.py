@@ -167,7 +167,7 @@ async def test_closing_a_finished_run_is_no_cancel_to_the_node() -> None:
         await sink.ended.wait()
         run.close()
         released.set()
-        await ended_in_peace.wait()
+        assert await ended_in_peace.wait()
 
 
 async def test_a_node_that_never_ends_its_call_after_the_finish_is_cut_off() -> None:

@@ -73,6 +73,7 @@ async def test_a_link_that_the_head_ends_is_dialed_anew(head: JoinHead) -> None:
             link = await head.next_link()
             await link.bind(session=f"s{n}")
             link.end()
+        assert head.dials >= 3
 
 
 async def test_a_head_that_is_not_there_yet_is_dialed_quietly() -> None:
