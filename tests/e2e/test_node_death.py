@@ -173,7 +173,8 @@ async def test_a_node_that_dies_between_any_two_steps_of_a_first_answer_is_outli
     )
     for i, point in enumerate(FAULT_POINTS):
         check_outlived(answers[i], contexts[i], point)
-        await doomed[i].wait_dead()
+        if answers[i].moves:  # a node whose every token arrived may be told to stop before it comes to die
+            await doomed[i].wait_dead()
         assert await context_of(server, f"group-{i}") == [*contexts[i], *answers[i].tokens]
 
 
@@ -202,7 +203,8 @@ async def test_a_node_that_dies_between_any_two_steps_of_a_later_turn_is_outlive
     answers = await asyncio.gather(*(read_all(generate(server, f"group-{i}", N)) for i in range(len(points))))
     for i, point in enumerate(points):
         check_outlived(answers[i], contexts[i], point)
-        await doomed[i].wait_dead()
+        if answers[i].moves:  # a node whose every token arrived may be told to stop before it comes to die
+            await doomed[i].wait_dead()
         assert await context_of(server, f"group-{i}") == contexts[i]
 
 
