@@ -2,13 +2,13 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 JOBS   ?= 2
-SEEDS  ?= 5000
+SEEDS  ?= 20000
 
 VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST  := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
-PROTOS  := $(shell find proto/fleet -name '*.proto' 2>/dev/null)
+PROTOS  := $(shell find proto/fleet -name '*.proto' -o -name '*.json' 2>/dev/null)
 # What there is of these is checked.
 TYPED   := $(wildcard fleet_service node_stub proto/build_hook.py tests examples)
 
@@ -19,15 +19,17 @@ JOINED  := $(addprefix tests/e2e/test_,one_node.py node_death.py delivered_end.p
 INSTALLED := $(VENV)/.installed
 GENERATED := $(VENV)/.generated
 LLAMA     := $(VENV)/.llama
+# Outside the checkout, since it takes minutes to build; deploy/jaeger/build knows the version.
+JAEGER    := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fleet-head/jaeger-v1.76.0/jaeger
 
 # gRPC's C core tells of every closed connection otherwise.
 export GRPC_VERBOSITY ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-llm test test-slow test-all lint format type proto venv clean
+.PHONY: help demo demo-llm jaeger jaeger-program test test-slow test-clients test-all lint format type proto venv clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 demo: $(GENERATED) ## See a fleet at work: nodes die, every token still arrives once
 	@$(BIN)/python -m examples.demo
@@ -35,16 +37,25 @@ demo: $(GENERATED) ## See a fleet at work: nodes die, every token still arrives 
 demo-llm: $(GENERATED) $(LLAMA) ## The same with a real small language model (about 130 MB to install)
 	@$(BIN)/python -m examples.demo_llm
 
+jaeger: $(JAEGER) ## Start Jaeger, to look at traces (built on first use: minutes, and needs Go)
+	@echo "Jaeger: send spans to 127.0.0.1:4317, look at http://127.0.0.1:16686; Ctrl-C ends it"
+	@$(JAEGER) --config deploy/jaeger/jaeger.yaml
+
+jaeger-program: $(JAEGER)
+
 test: $(GENERATED) ## Run the tests, without the slow ones
 	$(PYTEST) tests -m "not slow"
 
 test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other links, SEEDS simulation seeds
-	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow"
+	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow" --ignore=tests/clients
 	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests/sim -m "not slow"
 	FLEET_E2E_KIND=link $(PYTEST) tests/e2e -m "not slow"
 	FLEET_E2E_KIND=join $(PYTEST) $(JOINED) -m "not slow"
 
-test-all: test test-slow ## Run every test, with SEEDS simulation seeds
+test-clients: $(GENERATED) ## Build the example clients and run them (needs Go, Java with Maven, Node)
+	$(PYTEST) tests/clients
+
+test-all: test test-slow test-clients ## Run every test, with SEEDS simulation seeds
 
 lint: $(GENERATED) ## Check style, formatting, layers, the contract and what the documents name
 	$(BIN)/ruff check .
@@ -68,6 +79,8 @@ venv: $(GENERATED) ## Make or renew .venv
 
 clean: ## Remove everything that was built, .venv too
 	rm -rf $(VENV) proto/_gen build dist *.egg-info
+	rm -rf examples/go/gen examples/java/target
+	rm -rf examples/typescript/gen examples/typescript/dist examples/typescript/node_modules
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -84,6 +97,10 @@ $(GENERATED): $(INSTALLED) $(PROTOS)
 	@echo "generating the fleet package"
 	@$(BIN)/python proto/build_hook.py
 	@touch $@
+
+$(JAEGER):
+	@echo "building Jaeger"
+	@deploy/jaeger/build $@
 
 $(LLAMA): $(INSTALLED)
 	@echo "installing the llama engine"

@@ -11,15 +11,21 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import structlog
 
 from fleet_service import __version__
+from fleet_service.access_file import AccessFileError
 from fleet_service.addresses import split_address
+from fleet_service.api.access import AccessGate, CertificateGate, Gate, OpenGate
+from fleet_service.api.admin_servicer import AdminServicer
+from fleet_service.api.errors import ErrorTranslator
 from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
+from fleet_service.api.methods import METHODS
 from fleet_service.api.server import (
     EdgeParts,
     Listener,
@@ -30,13 +36,26 @@ from fleet_service.api.server import (
 )
 from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
+from fleet_service.http_server import HttpListenError
 from fleet_service.links.dialer import FleetDialer
 from fleet_service.links.join import JoinDoor
+from fleet_service.links.resolver import SystemResolver
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import FleetObserver, NullObserver
+from fleet_service.telemetry.combined import BothFleetObservers, BothRpcObservers
 from fleet_service.telemetry.logging import configure_logging
+from fleet_service.telemetry.metrics import Metrics
+from fleet_service.telemetry.metrics_endpoint import metrics_endpoint
+from fleet_service.telemetry.metrics_gauges import HeadLabels
+from fleet_service.telemetry.metrics_http import MetricsListenError
 from fleet_service.telemetry.tracing import Tracing, TracingSettings
+from fleet_service.tls import ServerTls, TlsError
+from fleet_service.token import TokenError, read_token
+from fleet_service.web.calls import Calls
+from fleet_service.web.door import Door
+from fleet_service.web.page import Page, operators_page, sign_in_by
+from fleet_service.web.stories import Stories
 
 _HEALTH_PERIOD_S = 0.5
 # How long streams get to carry their last event out, once every generation has ended.
@@ -49,6 +68,10 @@ class StartError(Exception):
     """The head could not start; the text says what to change."""
 
 
+class CredentialsError(StartError):
+    """A file of the fleet token, of those who may call, or of TLS cannot be used."""
+
+
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """Where the head listens, with the ports that were chosen."""
@@ -57,6 +80,10 @@ class Addresses:
     admin: str
     join: str = ""
     """Empty: no node may dial in."""
+    metrics: str = ""
+    """Empty: there are none."""
+    page: str = ""
+    """URL; empty: there is none."""
 
 
 class StopRequest:
@@ -99,7 +126,9 @@ async def _serve_until_signal(config: FleetConfig, announce: Callable[[str], Non
 
     def ready(where: Addresses) -> None:
         joining = f", joining nodes on {where.join}" if where.join else ""
-        announce(f"fleet: serving callers on {where.callers}, admin on {where.admin}{joining}")
+        metrics = f", metrics on http://{where.metrics}/metrics" if where.metrics else ""
+        page = f", page on {where.page}" if where.page else ""
+        announce(f"fleet: serving callers on {where.callers}, admin on {where.admin}{joining}{metrics}{page}")
 
     await serve(config, ready=ready, stop=stop)
 
@@ -110,16 +139,24 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
     Ends in order: health says NOT_SERVING, new work is refused, generations may end within
     `shutdown_grace_s`, then the listeners close.
     """
+    links = link_settings(config)
     async with AsyncExitStack() as parts:
-        rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config))
+        metrics = _metrics(config)
+        rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config, metrics))
+        stories = Stories(config.listen.page_generations_kept, time.time) if config.listen.page else None
         head = Head(
             config.head.runtime_settings(),
-            dialer=FleetDialer(link_settings(config)),
+            dialer=FleetDialer(links),
             rng=random.Random(),
             wall_clock=time.time,
-            observer=fleet_observer,
+            observer=BothFleetObservers(fleet_observer, stories) if stories else fleet_observer,
+            resolver=SystemResolver(),
+            discovery=config.links.discovery_settings(),
         )
-        callers, admin, joining = _listeners(config, head, rpc_observer)
+        # Closed last, so that a head that drains can be watched.
+        metrics_at = await _serve_metrics(config, metrics, head, parts) if metrics else ""
+        page_at = await _serve_page(config, stories, head, parts) if stories else ""
+        callers, admin, joining = _listeners(config, head, links, rpc_observer)
         listeners = [callers, admin, *([joining] if joining else [])]
         # However this ends: nothing is left open. After an orderly end there is nothing left to do for them.
         parts.push_async_callback(head.stop, 0.0)
@@ -131,7 +168,7 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
             await listener.start()
         async with asyncio.TaskGroup() as tasks:
             health = tasks.create_task(_tell_health(head, callers))
-            where = _addresses(config, callers, admin, joining)
+            where = _addresses(config, callers, admin, joining, metrics_at, page_at)
             _log.info("serving", callers=where.callers, admin=where.admin, nodes=list(config.nodes))
             ready(where)
             await stop.asked.wait()
@@ -140,8 +177,15 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
 
 
 def link_settings(config: FleetConfig) -> LinkSettings:
-    """The numbers of links, as they take them."""
+    """The settings of links, as they take them, with the fleet token read. Raises CredentialsError."""
     links = config.links
+    tls = config.node_tls.files()
+    try:
+        token = read_token(Path(config.token_file)) if config.token_file else None
+        if tls:
+            tls.check()
+    except (TokenError, TlsError) as error:
+        raise CredentialsError(str(error)) from error
     return LinkSettings(
         connect_timeout_s=links.connect_timeout_s,
         handshake_timeout_s=links.handshake_timeout_s,
@@ -152,13 +196,20 @@ def link_settings(config: FleetConfig) -> LinkSettings:
         ping_timeout_s=links.ping_timeout_s,
         max_message_bytes=links.max_message_bytes,
         multiplexed=links.multiplexed,
+        token=token,
+        tls=tls,
     )
 
 
 @asynccontextmanager
-async def _observers(config: FleetConfig) -> AsyncIterator[tuple[RpcObserver, FleetObserver]]:
+async def _observers(
+    config: FleetConfig, metrics: Metrics | None
+) -> AsyncIterator[tuple[RpcObserver, FleetObserver]]:
     if not config.telemetry.otlp_endpoint:
-        yield NullRpcObserver(), NullObserver()
+        if metrics is None:
+            yield NullRpcObserver(), NullObserver()
+        else:
+            yield metrics.rpc_observer, metrics.fleet_observer
         return
     tracing = Tracing(
         TracingSettings(
@@ -169,13 +220,77 @@ async def _observers(config: FleetConfig) -> AsyncIterator[tuple[RpcObserver, Fl
         )
     )
     try:
-        yield tracing.rpc_observer, tracing.fleet_observer
+        if metrics is None:
+            yield tracing.rpc_observer, tracing.fleet_observer
+        else:
+            yield (
+                BothRpcObservers(tracing.rpc_observer, metrics.rpc_observer),
+                BothFleetObservers(tracing.fleet_observer, metrics.fleet_observer),
+            )
     finally:
         await tracing.close()
 
 
+def _metrics(config: FleetConfig) -> Metrics | None:
+    """None: nobody wants any."""
+    if not config.listen.metrics:
+        return None
+    labels = HeadLabels(__version__, config.head.fleet_id, config.head.head_id, config.head.policy)
+    return Metrics(labels, METHODS, time.monotonic)
+
+
+async def _serve_metrics(config: FleetConfig, metrics: Metrics, head: Head, parts: AsyncExitStack) -> str:
+    """The address they are at, until `parts` close."""
+    metrics.watch(head.gauges)
+    host, port = split_address(config.listen.metrics)
+    try:
+        listener = await parts.enter_async_context(metrics_endpoint(metrics, host, port))
+    except MetricsListenError as error:
+        raise StartError(f"{error}; choose another with --metrics-listen (setting listen.metrics)") from error
+    return f"{host}:{listener.port}"
+
+
+async def _serve_page(config: FleetConfig, stories: Stories, head: Head, parts: AsyncExitStack) -> str:
+    """Where the page is, until `parts` close."""
+    host, port = split_address(config.listen.page)
+    tls = config.admin_tls.files()
+    with _listening("--page-listen (setting listen.page)"):
+        page = operators_page(
+            _page(config, stories, head, tls), host, port, tls.ssl_context() if tls else None
+        )
+        listener = await parts.enter_async_context(page)
+    return f"{'https' if tls else 'http'}://{host}:{listener.port}/"
+
+
+def _page(config: FleetConfig, stories: Stories, head: Head, tls: ServerTls | None) -> Page:
+    gate = _gate(config, tls)
+    asked = not isinstance(gate, OpenGate)
+    about = {
+        "fleet_id": config.head.fleet_id,
+        "head_id": config.head.head_id,
+        "policy": config.head.policy,
+        "version": __version__,
+    }
+    rng = random.Random()
+    servicer = AdminServicer(head.operators, _limits(config))
+    return Page(
+        Door(gate, None if asked else frozenset({"localhost", split_address(config.listen.page)[0].lower()})),
+        Calls(servicer, head.sessions, stories, about, time.time),
+        ErrorTranslator(rng),
+        lambda: f"req-{rng.getrandbits(64):016x}",
+        sign_in_by(access_file=bool(config.access_file), certificates=bool(tls and tls.client_ca_file)),
+    )
+
+
+def _limits(config: FleetConfig) -> Limits:
+    return Limits(
+        max_request_tokens=config.listen.max_request_tokens,
+        max_engine_options_bytes=config.listen.max_engine_options_bytes,
+    )
+
+
 def _listeners(
-    config: FleetConfig, head: Head, observer: RpcObserver
+    config: FleetConfig, head: Head, links: LinkSettings, observer: RpcObserver
 ) -> tuple[Listener, Listener, Listener | None]:
     """Callers', operators', and, where wanted, that of joining nodes."""
     rng = random.Random()
@@ -184,34 +299,51 @@ def _listeners(
         observer=observer,
         rng=rng,
         new_request_id=lambda: f"req-{rng.getrandbits(64):016x}",
-        limits=Limits(
-            max_request_tokens=config.listen.max_request_tokens,
-            max_engine_options_bytes=config.listen.max_engine_options_bytes,
-        ),
+        limits=_limits(config),
         max_request_bytes=config.listen.max_message_bytes,
         reflection=config.listen.reflection,
     )
-    try:
-        callers = callers_listener(head, parts, config.listen.callers)
-    except ListenError as error:
-        raise StartError(f"{error}; choose another with --listen (setting listen.callers)") from error
-    try:
-        admin = operators_listener(head.operators, parts, config.listen.admin)
-    except ListenError as error:
-        raise StartError(f"{error}; choose another with --admin-listen (setting listen.admin)") from error
+    callers_tls, admin_tls = config.callers_tls.files(), config.admin_tls.files()
+    with _listening("--listen (setting listen.callers)"):
+        open_to = replace(parts, gate=_gate(config, callers_tls))
+        callers = callers_listener(head, open_to, config.listen.callers, callers_tls)
+    with _listening("--admin-listen (setting listen.admin)"):
+        open_to = replace(parts, gate=_gate(config, admin_tls))
+        admin = operators_listener(head.operators, open_to, config.listen.admin, admin_tls)
     if not config.listen.join:
         return callers, admin, None
-    door = JoinDoor(head.nodes.desk, head.nodes.introduction, link_settings(config))
+    door = JoinDoor(head.nodes.desk, head.nodes.introduction, links)
+    with _listening("--join-listen (setting listen.join)"):
+        return callers, admin, join_listener(door, parts, config.listen.join, config.join_tls.files())
+
+
+@contextmanager
+def _listening(setting: str) -> Iterator[None]:
+    """Tells what to change when a listener cannot be opened."""
     try:
-        return callers, admin, join_listener(door, parts, config.listen.join)
-    except ListenError as error:
-        raise StartError(f"{error}; choose another with --join-listen (setting listen.join)") from error
+        yield
+    except (TlsError, AccessFileError) as error:
+        raise CredentialsError(str(error)) from error
+    except (ListenError, HttpListenError) as error:
+        raise StartError(f"{error}; choose another with {setting}") from error
+
+
+def _gate(config: FleetConfig, tls: ServerTls | None) -> Gate:
+    """Who may call a listener: by the access file, else by certificate where one is asked for, else anybody.
+
+    Raises AccessFileError.
+    """
+    if config.access_file:
+        return AccessGate(Path(config.access_file), time.monotonic)
+    return CertificateGate() if tls and tls.client_ca_file else OpenGate()
 
 
 def _addresses(
-    config: FleetConfig, callers: Listener, admin: Listener, joining: Listener | None
+    config: FleetConfig, callers: Listener, admin: Listener, joining: Listener | None, metrics: str, page: str
 ) -> Addresses:
     return Addresses(
+        page=page,
+        metrics=metrics,
         join=f"{split_address(config.listen.join)[0]}:{joining.port}" if joining else "",
         callers=f"{split_address(config.listen.callers)[0]}:{callers.port}",
         admin=f"{split_address(config.listen.admin)[0]}:{admin.port}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -27,6 +27,7 @@ from fleet.v1.fleet_service_pb2 import (
     GenerationEvent,
 )
 from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT
+from fleet_service.credentials import Credentials
 from fleet_service.grpc_causes import NO_ANSWER, connection_cause
 
 DEFAULT_CALLERS_ADDRESS = f"127.0.0.1:{CALLERS_PORT}"
@@ -143,15 +144,20 @@ class FleetClient:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         reattach_s: float = REATTACH_GRACE_MS / 1000,
         rng: random.Random | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """`reattach_s`: how long a stream tries to come back after its connection was lost."""
+        """`reattach_s`: how long a stream tries to come back after its connection was lost.
+
+        Raises CredentialsError.
+        """
         self.address = address
         self.admin_address = admin_address
         self._reattach_s = reattach_s
         self._rng = rng or random.Random()
         options = _channel_options(connect_timeout_s)
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._admin_channel = grpc.aio.insecure_channel(admin_address, options=options)
+        shown = credentials or Credentials()
+        self._channel = shown.channel(address, options)
+        self._admin_channel = shown.channel(admin_address, options)
         self.fleet: fleet_service_pb2_grpc.FleetServiceAsyncStub = fleet_service_pb2_grpc.FleetServiceStub(
             self._channel
         )
@@ -179,6 +185,28 @@ class FleetClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise _outcome(decode_error(error)) from error
+
+    async def messages(self, call: AsyncIterable[_T], first_within_s: float) -> AsyncGenerator[_T]:
+        """What a streaming call of `admin` sends, to its end; the first within that time.
+
+        Raises CallError as `ask` does. Close it when it is not read to its end.
+        """
+        stream = aiter(call)
+        try:
+            async with asyncio.timeout(first_within_s):
+                first = await anext(stream, None)
+            if first is None:
+                return
+            yield first
+            async for message in stream:
+                yield message
+        except TimeoutError:
+            raise NoAnswerError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer") from None
+        except grpc.aio.AioRpcError as error:
+            raise _outcome(decode_error(error)) from error
+        finally:
+            if isinstance(call, grpc.aio.Call):
+                call.cancel()
 
     def complete(
         self, request: CompleteRequest, on_reattach: Callable[[Reattached], None] | None = None
@@ -216,7 +244,7 @@ class FleetClient:
         next_index: int,
         on_reattach: Callable[[Reattached], None] | None,
     ) -> AsyncGenerator[GenerationEvent]:
-        accepted = False
+        accepted = finished = False
         give_up_at, delay_s = 0.0, 0.0  # 0 = the connection is well
         while True:
             try:
@@ -231,16 +259,17 @@ class FleetClient:
                         accepted = True
                     elif kind == "tokens":
                         next_index = event.tokens.first_index + len(event.tokens.token_ids)
+                    finished = kind == "finished"
                     yield event
-                    if kind == "finished":
-                        return
                 lost = CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended before the generation did")
             except grpc.aio.AioRpcError as error:
                 lost = decode_error(error)
-                if not lost.connection_lost:
+                if not finished and not lost.connection_lost:
                     raise _outcome(lost) from error
             finally:
                 call.cancel()
+            if finished:  # and the call has ended with its status, so that the head saw no cancel
+                return
             if not accepted:
                 raise _outcome(lost)
             now = time.monotonic()

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode
 
-from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, JOIN_PORT, NODE_PORT, split_address
-from fleet_service.runtime.settings import HeadSettings
+from fleet_service.addresses import (
+    ADMIN_PORT,
+    CALLERS_PORT,
+    JOIN_PORT,
+    METRICS_PORT,
+    PAGE_PORT,
+    is_name,
+    node_entry,
+    split_address,
+)
+from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
+from fleet_service.tls import ClientTls, ServerTls
 
 _RUNTIME = HeadSettings()
+_DISCOVERY = DiscoverySettings()
 
 
 def _callers_address(text: str) -> str:
@@ -28,20 +40,23 @@ def _admin_address(text: str) -> str:
 
 
 def _join_address(text: str) -> str:
-    if not text:
-        return text
-    address = _listen_address(text, JOIN_PORT)
+    return _listen_address(text, JOIN_PORT) if text else text
+
+
+def _metrics_address(text: str) -> str:
+    return _listen_address(text, METRICS_PORT) if text else text
+
+
+def _page_address(text: str) -> str:
+    return _listen_address(text, PAGE_PORT) if text else text
+
+
+def _is_loopback(address: str) -> bool:
     host = split_address(address)[0].strip("[]")
-    if host != "localhost" and not _is_loopback(host):
-        raise ValueError("must be a loopback address: nodes that dial in are not authenticated")
-    return address
-
-
-def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def _listen_address(text: str, usual_port: int) -> str:
@@ -50,12 +65,7 @@ def _listen_address(text: str, usual_port: int) -> str:
 
 
 def _node_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    whole = []
-    for address in addresses:
-        host, port = split_address(address, NODE_PORT)
-        if port == 0:
-            raise ValueError(f"must have a port of at least 1, unlike {address}")
-        whole.append(f"{host}:{port}")
+    whole = [node_entry(address) for address in addresses]
     twice = sorted({address for address in whole if whole.count(address) > 1})
     if twice:
         raise ValueError(f"must name each node once, unlike {', '.join(twice)}")
@@ -71,6 +81,8 @@ def _split_list(value: Any) -> Any:
 
 CallersAddress = Annotated[str, AfterValidator(_callers_address)]
 JoinAddress = Annotated[str, AfterValidator(_join_address)]
+MetricsAddress = Annotated[str, AfterValidator(_metrics_address)]
+PageAddress = Annotated[str, AfterValidator(_page_address)]
 AdminAddress = Annotated[str, AfterValidator(_admin_address)]
 NodeAddresses = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_node_addresses)
@@ -90,7 +102,13 @@ class ListenConfig(_Section):
     admin: AdminAddress = f"127.0.0.1:{ADMIN_PORT}"
     """Address for operators, host:port; port 0 lets the system choose"""
     join: JoinAddress = ""
-    """Address for nodes that dial in, host:port on loopback; empty = none may"""
+    """Address for nodes that dial in, host:port; empty = none may"""
+    metrics: MetricsAddress = ""
+    """Address for Prometheus, host:port (8458 by custom), served at /metrics; empty = no metrics"""
+    page: PageAddress = ""
+    """Address for the operators' web page, host:port (8459 by custom); empty = no page"""
+    page_generations_kept: int = Field(2000, ge=1, le=100_000)
+    """Generations whose story the page can tell, the last ones; some 2 KB each"""
     reflection: bool = True
     """Answer gRPC reflection, so that tools can list the services"""
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=64 * 1024, le=256 * 1024 * 1024)
@@ -197,6 +215,10 @@ class HeadConfig(_Section):
     """Most request_ids remembered"""
     max_held_cancels: int = Field(_RUNTIME.max_held_cancels, ge=1, le=10_000_000)
     """Most cancels that wait for their generation"""
+    max_watchers: int = Field(_RUNTIME.max_watchers, ge=1, le=10_000)
+    """Most streams of WatchFleet and DrainNode at once"""
+    watch_events_kept: int = Field(_RUNTIME.watch_events_kept, ge=0, le=1_000_000)
+    """Most events kept for a WatchFleet stream until it is read; the oldest go first"""
     max_total_context_tokens: int = Field(_RUNTIME.max_total_context_tokens, ge=1, le=1_000_000_000_000)
     """Most tokens that the contexts of all sessions have together; 4 bytes each"""
     max_finished_tokens: int = Field(_RUNTIME.max_finished_tokens, ge=0, le=1_000_000_000_000)
@@ -241,6 +263,76 @@ class LinksConfig(_Section):
     """Largest message to or from a node"""
     multiplexed: bool = True
     """Nodes that can are served over one stream; false: every node by plain RPCs"""
+    dns_refresh_s: float = Field(_DISCOVERY.dns_refresh_s, ge=0.1, le=3600)
+    """How often the addresses of a name in nodes are looked up anew, give or take a fifth"""
+    dns_timeout_s: float = Field(_DISCOVERY.dns_timeout_s, gt=0, le=600)
+    """How long looking up a name may take"""
+    max_dns_names: int = Field(_DISCOVERY.max_dns_names, ge=0, le=10_000)
+    """Most names whose addresses are nodes"""
+    max_addresses_per_name: int = Field(_DISCOVERY.max_addresses_per_name, ge=1, le=100_000)
+    """Most addresses of a name that become nodes"""
+
+    def discovery_settings(self) -> DiscoverySettings:
+        """The numbers of looking names up, as the runtime takes them."""
+        return DiscoverySettings(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(DiscoverySettings)}
+        )
+
+
+class ServerTlsConfig(_Section):
+    """TLS of a listener; its files are read again whenever they change."""
+
+    cert_file: str = ""
+    """Certificate (PEM, with its chain) of the listener; empty = no TLS"""
+    key_file: str = ""
+    """Its key (PEM)"""
+    client_ca_file: str = ""
+    """Certificates (PEM) that must have signed those of clients; empty = clients need none"""
+
+    def files(self) -> ServerTls | None:
+        """The files, unread; None = no TLS."""
+        if not self.cert_file:
+            return None
+        ca = Path(self.client_ca_file) if self.client_ca_file else None
+        return ServerTls(Path(self.cert_file), Path(self.key_file), ca)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.cert_file) != bool(self.key_file) or (self.client_ca_file and not self.cert_file):
+            raise ValueError("cert_file and key_file go together, and client_ca_file with them")
+        return self
+
+
+class NodeTlsConfig(_Section):
+    """TLS of the connections to nodes; the files are read at each dial."""
+
+    enabled: bool = False
+    """Dial nodes with TLS"""
+    ca_file: str = ""
+    """Certificates (PEM) that must have signed those of nodes; empty = the usual public ones"""
+    cert_file: str = ""
+    """Certificate (PEM) of the head, for nodes that ask for one; empty = none"""
+    key_file: str = ""
+    """Its key (PEM)"""
+    server_name: str = ""
+    """Name in the certificates of nodes, where it is not the one dialed"""
+
+    def files(self) -> ClientTls | None:
+        """The files, unread; None = no TLS."""
+        if not self.enabled:
+            return None
+        ca, cert, key = (
+            Path(name) if name else None for name in (self.ca_file, self.cert_file, self.key_file)
+        )
+        return ClientTls(ca, cert, key, self.server_name)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("cert_file and key_file go together")
+        if not self.enabled and (self.ca_file or self.cert_file or self.server_name):
+            raise ValueError("enabled must be true for the other settings of node_tls to count")
+        return self
 
 
 class TelemetryConfig(_Section):
@@ -265,15 +357,30 @@ class FleetConfig(_Section):
     """All settings of a head."""
 
     nodes: NodeAddresses = ()
-    """Nodes to connect to at the start, host:port each (the port is 8454 where it is left out)"""
+    """Nodes to connect to at the start, each as host:port, or as dns:///name:port for all the addresses of a
+    name (the port is 8454 where it is left out)"""
     shutdown_grace_s: float = Field(30.0, ge=0, le=86_400)
     """How long running generations may go on after the head was told to stop"""
+    token_file: str = ""
+    """File of the fleet token, as `fleet token` makes it, which nodes must know; empty = none"""
+    access_file: str = ""
+    """File of those who may call, as `fleet access` makes it; empty = everybody who can connect"""
+    insecure_no_auth: bool = False
+    """Listen beyond this machine though nobody is asked who he is"""
     listen: ListenConfig = ListenConfig()
     """Where the head listens"""
     head: HeadConfig = HeadConfig()
     """How the head places, watches and limits"""
     links: LinksConfig = LinksConfig()
     """Connections to nodes"""
+    node_tls: NodeTlsConfig = NodeTlsConfig()
+    """TLS of the connections to nodes"""
+    join_tls: ServerTlsConfig = ServerTlsConfig()
+    """TLS of the listener for nodes that dial in"""
+    callers_tls: ServerTlsConfig = ServerTlsConfig()
+    """TLS of the callers' listener"""
+    admin_tls: ServerTlsConfig = ServerTlsConfig()
+    """TLS of the operators' listener"""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces"""
     log: LogConfig = LogConfig()
@@ -283,6 +390,31 @@ class FleetConfig(_Section):
     def _agree(self) -> Self:
         if self.links.report_period_s >= self.head.silence_s:
             raise ValueError("links.report_period_s must be less than head.silence_s")
+        self._check_exposure()
         if len(self.nodes) > self.head.max_nodes:
             raise ValueError("nodes must not be more than head.max_nodes")
+        if sum(map(is_name, self.nodes)) > self.links.max_dns_names:
+            raise ValueError("nodes must not have more names than links.max_dns_names")
         return self
+
+    def _check_exposure(self) -> None:
+        """Where other machines can connect, nobody is let in without proof of who he is."""
+        if self.insecure_no_auth:
+            return
+        token = "without a fleet token: set token_file (`fleet token` makes one)"  # noqa: S105
+        access = "without asking who calls: set access_file (`fleet access` makes one)"
+        tls = "without TLS: set admin_tls.cert_file and admin_tls.key_file"
+        operators = not (self.access_file or self.admin_tls.client_ca_file) and access
+        for name, lacks in (
+            ("callers", not (self.access_file or self.callers_tls.client_ca_file) and access),
+            ("admin", operators),
+            ("page", operators),
+            ("page", not self.admin_tls.cert_file and tls),
+            ("join", not self.token_file and token),
+        ):
+            address = getattr(self.listen, name)
+            if lacks and address and not _is_loopback(address):
+                raise ValueError(
+                    f"listen.{name} is {address}, which other machines can reach, {lacks},"
+                    " or insecure_no_auth to let anybody in"
+                )

@@ -28,7 +28,15 @@ CONFIG_FILE_VARIABLE = "FLEET_CONFIG"
 MASK = "********"
 
 # Variables that begin like settings and are none: they steer the command line, the tests and the examples.
-_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, "FLEET_ADDRESS", "FLEET_ADMIN_ADDRESS")
+_OTHER_VARIABLES = (
+    CONFIG_FILE_VARIABLE,
+    "FLEET_ADDRESS",
+    "FLEET_ADMIN_ADDRESS",
+    "FLEET_ACCESS_TOKEN_FILE",
+    "FLEET_TLS_CA",
+    "FLEET_TLS_CERT",
+    "FLEET_TLS_KEY",
+)
 _SETTING_NAME = re.compile(r"\b(?:[a-z_]+\.)?[a-z][a-z_]*\b")
 
 SourceKind = Literal["flag", "environment", "file", "default"]

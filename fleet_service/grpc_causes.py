@@ -13,12 +13,24 @@ NO_ANSWER = "no answer"
 NAME_NOT_FOUND = "name not found"
 NOT_GRPC = "it does not speak gRPC"
 CLOSED = "the connection was closed"
+CERTIFICATE_EXPIRED = "its certificate has expired"
+CERTIFICATE_EARLY = "its certificate is not valid yet"
+CERTIFICATE_UNKNOWN = "its certificate is signed by nobody that is believed"
+CERTIFICATE_NAME = "its certificate is for another name"
+NOT_TLS = "it does not speak TLS"
+TLS_FAILED = "the TLS handshake failed"
 
 # The first that fits: a failed look-up may have timed out, too.
 _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), cause)
     for pattern, cause in (
         (r"parsing HTTP/2", NOT_GRPC),
+        (r"certificate has expired", CERTIFICATE_EXPIRED),
+        (r"certificate is not yet valid", CERTIFICATE_EARLY),
+        (r"CERTIFICATE_VERIFY_FAILED", CERTIFICATE_UNKNOWN),
+        (r"hostname verification", CERTIFICATE_NAME),
+        (r"WRONG_VERSION_NUMBER", NOT_TLS),
+        (r"TSI_PROTOCOL_FAILURE", TLS_FAILED),
         (r"name not found|host not found", NAME_NOT_FOUND),
         (r"resolv|DNS|lookup", "its name cannot be looked up"),
         (r"refused", REFUSED),

@@ -20,6 +20,8 @@ class Call:
         self.broken = False
         """To be aborted: its connection is dropped."""
         self.on_broken: Callable[[], None] | None = None
+        self.in_order = False
+        """It is to end because the node is being stopped, with time to say so."""
         self._over = asyncio.Event()
 
     async def over(self, timeout_s: float) -> bool:
@@ -39,7 +41,8 @@ class Call:
         if self.broken:
             raise LinkDropped
 
-    def end(self) -> None:
+    def end(self, *, in_order: bool) -> None:
+        self.in_order = in_order
         self._over.set()
 
     def break_off(self) -> None:
@@ -86,7 +89,7 @@ class Calls:
         """Seconds until calls are taken again; 0 = they are."""
         return max(0.0, self._cut_until_s - self._clock())
 
-    def end_all(self) -> None:
-        """Have the calls that never end by themselves end."""
+    def end_all(self, *, in_order: bool) -> None:
+        """Have the calls that never end by themselves end; `in_order`: after a goodbye."""
         for call in self._open:
-            call.end()
+            call.end(in_order=in_order)

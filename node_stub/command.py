@@ -3,8 +3,8 @@
 Standard output gets one line, when the node is ready: `fleet-node: NAME on HOST:PORT`, or, of a node that
 dials its head, `fleet-node: NAME joins HOST:PORT, control on HOST:PORT`. Logs go to standard error, and so
 does a line whenever it has joined or left. Exit codes: 0 stopped by a signal, 1 the node could not start or
-its engine failed, 2 wrong usage, or the head refuses the node's fleet token, 3 the engine asked for is not
-to be had here.
+its engine failed, 2 wrong usage, no fleet token where one is needed or one that the head refuses, 3 the
+engine asked for is not to be had here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import Annotated
 
 import typer
 
-from node_stub.faults import Fault, FaultError, Faults, ProcessHazards, ReportLies, parse_fault, parse_lie
+from node_stub import flags
+from node_stub.faults import Fault, Faults, ProcessHazards, ReportLies
+from node_stub.flags import DEFAULT_PORT
 from node_stub.join import JoinRefusedError, JoinSettings
 from node_stub.llama import LlamaSettings, create_engine
 from node_stub.llama_server import LlamaUnavailableError
@@ -34,10 +36,11 @@ from node_stub.reference import StubModel
 from node_stub.rules import Limits
 from node_stub.server import BindError, NodeServer
 from node_stub.stub_engine import EngineSettings, StubEngine
+from node_stub.tls import TlsFiles
+from node_stub.token import FleetToken
 
 log = logging.getLogger("node_stub")
 
-DEFAULT_PORT = 8454
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 FREE_PORT = "127.0.0.1:0"
 DEFAULT_LANES = 8
@@ -74,6 +77,8 @@ class Options:
     listen: str
     join: str | None
     """None = heads dial this node."""
+    token: FleetToken | None
+    tls: TlsFiles | None
     node: NodeSettings
     models: Sequence[tuple[str, int]]
     llama: LlamaSettings | None
@@ -87,9 +92,11 @@ class Options:
     slow_down: float
     idle_timeout_s: float
     grace_s: float
+    otlp_endpoint: str
+    """Empty = no traces."""
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(epilog=EXAMPLES)
@@ -118,7 +125,34 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         ),
     ] = None,
     identity: Annotated[str, typer.Option(help="The node's stable name; empty = the host's.")] = "",
-    fleet_id: Annotated[str, typer.Option(help="Serve heads of this fleet only; empty = any.")] = "",
+    fleet_id: Annotated[
+        str, typer.Option(help="Serve heads of this fleet only; empty = one fleet at a time.")
+    ] = "",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="FLEET_TOKEN_FILE",
+            metavar="FILE",
+            help="The fleet token, as `fleet token` makes it: heads must know it, and are shown that this "
+            "node does.",
+        ),
+    ] = None,
+    insecure_no_auth: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--insecure-no-auth", help="Listen beyond this machine without a fleet token."),
+    ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate (PEM) to show; read again whenever it changes."),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key (PEM).")] = None,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificates (PEM) that must have signed that of the head, also with --join.",
+        ),
+    ] = None,
     engine: Annotated[EngineKind, typer.Option(help="What generates the tokens.")] = EngineKind.STUB,
     model_file: Annotated[
         Path | None,
@@ -187,6 +221,14 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ] = None,
     slow_down: Annotated[float, typer.Option(min=0.001, help="Factor on the engine's durations.")] = 1.0,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for calls to end after SIGTERM.")] = 5.0,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Send spans there, by OTLP over gRPC; also http://HOST:PORT or https://HOST:PORT. Empty = "
+            "no traces.",
+        ),
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a node: models, lanes and leases like a real one's, tokens that can be foretold."""
@@ -202,7 +244,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     if window is None:
         window = llama.window_tokens if llama else DEFAULT_WINDOW_TOKENS
     lanes = lanes or (llama.lanes if llama else DEFAULT_LANES)
-    models = _models(model or (), window)
+    models = flags.models(model or (), window)
     if llama:
         if len(models) > 1:
             raise typer.BadParameter("the llama engine serves one", param_hint="--model")
@@ -210,14 +252,17 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         llama = replace(llama, name=name, window_tokens=window, lanes=lanes)
     elif not models:
         raise typer.BadParameter("name at least one", param_hint="--model")
+    where = flags.address(listen or (FREE_PORT if join else DEFAULT_LISTEN), "--listen")
     options = Options(
-        listen=_address(listen or (FREE_PORT if join else DEFAULT_LISTEN), "--listen"),
-        join=_address(join, "--join") if join else None,
+        listen=where,
+        token=flags.token(token_file, where, insecure=insecure_no_auth),
+        tls=flags.tls(tls_cert, tls_key, tls_ca, joins=join is not None),
+        join=flags.address(join, "--join") if join else None,
         node=NodeSettings(
             identity=identity or socket.gethostname(),
             incarnation=uuid.uuid4().hex,
             fleet_id=fleet_id,
-            labels=dict(_label(text) for text in label or ()),
+            labels=dict(flags.label(text) for text in label or ()),
             inline_bind=inline,
             link=link,
             resume=resume,
@@ -231,11 +276,12 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         revision=revision,
         vocab_size=vocab_size,
         eos_per_mille=eos_per_mille,
-        faults=_faults(fault or ()),
-        lies=_lies(lie or ()),
+        faults=flags.faults(fault or ()),
+        lies=flags.lies(lie or ()),
         slow_down=slow_down,
         idle_timeout_s=idle_timeout,
         grace_s=grace,
+        otlp_endpoint=flags.otlp_endpoint(otlp_endpoint, "--otlp-endpoint"),
     )
     try:
         asyncio.run(serve(options))
@@ -254,7 +300,22 @@ async def serve(options: Options) -> None:
     """
     node = _node(options)
     node.set_faults(list(options.faults), options.lies, options.slow_down)
-    server = NodeServer(node, ProcessHazards(), options.idle_timeout_s)
+    if not options.otlp_endpoint:
+        await _serve(node, options)
+        return
+    from node_stub.tracing import Tracing
+
+    tracing = Tracing(options.otlp_endpoint, options.node.identity, options.node.incarnation)
+    node.trace_run = tracing.run_started
+    try:
+        await _serve(node, options)
+    finally:
+        await tracing.close()
+
+
+async def _serve(node: Node, options: Options) -> None:
+    served = None if options.join else options.tls  # a node that joins is not dialed, but for its control
+    server = NodeServer(node, ProcessHazards(), options.idle_timeout_s, token=options.token, tls=served)
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -264,7 +325,8 @@ async def serve(options: Options) -> None:
     where = f"joins {options.join}, control on {address}" if options.join else f"on {address}"
     sys.stdout.write(f"fleet-node: {options.node.identity} {where}\n")
     sys.stdout.flush()
-    work = asyncio.create_task(_work(node, server, options.join), name="work")
+    join = JoinSettings(options.join, options.tls) if options.join else None
+    work = asyncio.create_task(_work(node, server, join), name="work")
     stop = asyncio.create_task(asked.wait(), name="signals")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     if work.done():
@@ -283,11 +345,11 @@ async def serve(options: Options) -> None:
     await asyncio.gather(ending, again, work, return_exceptions=True)
 
 
-async def _work(node: Node, server: NodeServer, join: str | None) -> None:
+async def _work(node: Node, server: NodeServer, join: JoinSettings | None) -> None:
     """Run the engine, and keep the node joined. Raises what made either fail."""
     tasks = [asyncio.create_task(node.run(), name="engine")]
     if join:
-        joiner = server.joiner(JoinSettings(join), random.Random(), _say)
+        joiner = server.joiner(join, random.Random(), _say)
         tasks.append(asyncio.create_task(joiner.run(), name="join"))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -305,9 +367,6 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-# ---------------------------------------------------------------------------------------------------- parsing
-
-
 def _node(options: Options) -> Node:
     if options.llama:
         # What it runs on is not a GPU, and how much memory it takes was settled when it was loaded.
@@ -318,60 +377,3 @@ def _node(options: Options) -> Node:
         for name, window in options.models
     ]
     return Node(options.node, StubEngine(models, options.pace, time.monotonic), Faults(), time.monotonic)
-
-
-def _address(text: str, flag: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-        example = f"127.0.0.1:{text if text.isdecimal() else DEFAULT_PORT}"
-        raise typer.BadParameter(f"{text!r} is not HOST:PORT, for example {example}", param_hint=flag)
-    return text
-
-
-def _models(texts: Sequence[str], window: int) -> list[tuple[str, int]]:
-    models = [_model(text, window) for text in texts]
-    names = [name for name, _ in models]
-    if len(set(names)) < len(names):
-        raise typer.BadParameter("a model is named twice", param_hint="--model")
-    return models
-
-
-def _model(text: str, window: int) -> tuple[str, int]:
-    name, colon, number = text.rpartition(":")
-    if not colon:
-        name = text
-    elif number.isdecimal():
-        window = int(number)
-    else:
-        raise typer.BadParameter(
-            f"{number!r} in {text!r} is no window in tokens: write NAME or NAME:WINDOW; "
-            "a name that holds colons needs its window, 0 = none",
-            param_hint="--model",
-        )
-    if not name:
-        raise typer.BadParameter(f"{text!r} names no model", param_hint="--model")
-    return name, window
-
-
-def _label(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--label")
-    return key, value
-
-
-def _faults(texts: Sequence[str]) -> list[Fault]:
-    try:
-        return [parse_fault(text) for text in texts]
-    except FaultError as error:
-        raise typer.BadParameter(str(error), param_hint="--fault") from error
-
-
-def _lies(texts: Sequence[str]) -> ReportLies:
-    lies = ReportLies()
-    try:
-        for text in texts:
-            lies = parse_lie(text, lies)
-    except FaultError as error:
-        raise typer.BadParameter(str(error), param_hint="--lie") from error
-    return lies

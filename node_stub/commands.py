@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet.v1 import node_service_pb2 as pb
@@ -12,10 +13,12 @@ from node_stub.node import Node
 from node_stub.rules import Refusal
 from node_stub.runs import Run
 from node_stub.sender import Striker
+from node_stub.token import NONCE_BYTES, FleetToken
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_PERIOD_MS = 2_000
+TOKEN_REFUSED = "FLEET_TOKEN_REFUSED"  # noqa: S105 - a reason of errors.proto
 _SHORTEST_PERIOD_MS = 20
 
 
@@ -28,9 +31,16 @@ class HelloRefusal:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def hello_of(node: Node, request: pb.HandshakeRequest) -> pb.HandshakeResponse | HelloRefusal:
-    """The node's answer to a head that introduces itself."""
+def hello_of(
+    node: Node, request: pb.HandshakeRequest, token: FleetToken | None, nonce: bytes
+) -> pb.HandshakeResponse | HelloRefusal:
+    """The node's answer to a head that introduces itself; `nonce` is the node's, for a node with a token."""
     settings = node.settings
+    if token and len(request.nonce) != NONCE_BYTES:
+        return HelloRefusal(
+            TOKEN_REFUSED,
+            "this node has a fleet token and the head none; give the head the node's token file",
+        )
     if not request.min_version <= PROTOCOL_VERSION <= request.max_version:
         return HelloRefusal(
             "VERSION_UNSUPPORTED",
@@ -38,13 +48,8 @@ def hello_of(node: Node, request: pb.HandshakeRequest) -> pb.HandshakeResponse |
             f"{request.max_version}; use releases that overlap",
             {"nodeVersion": str(PROTOCOL_VERSION)},
         )
-    if settings.fleet_id and request.fleet_id != settings.fleet_id:
-        return HelloRefusal(
-            "FLEET_MISMATCH",
-            f"this node belongs to fleet {settings.fleet_id!r}, the head to {request.fleet_id!r}; start "
-            "the node with the head's --fleet-id",
-            {"nodeFleetId": settings.fleet_id, "headFleetId": request.fleet_id},
-        )
+    if refusal := _of_another_fleet(node, request.fleet_id):
+        return refusal
     return pb.HandshakeResponse(
         version=PROTOCOL_VERSION,
         identity=settings.identity,
@@ -55,7 +60,26 @@ def hello_of(node: Node, request: pb.HandshakeRequest) -> pb.HandshakeResponse |
         features=convert.features_of(settings),
         max_message_bytes=MAX_MESSAGE_BYTES,
         highest_epoch=node.rules.highest_epoch(request.fleet_id),
+        nonce=nonce if token else b"",
+        proof=token.proof(request.nonce, nonce) if token else b"",
     )
+
+
+def _of_another_fleet(node: Node, head_fleet_id: str) -> HelloRefusal | None:
+    """Refuse a head whose fleet is neither the node's own nor, of a node without one, that it works for."""
+    own, at_work = node.settings.fleet_id, node.fleet_at_work()
+    fleet_id = own or at_work
+    if fleet_id in ("", head_fleet_id):
+        return None
+    if own:
+        what = f"belongs to fleet {own!r}, the head to {head_fleet_id!r}; start it with the head's --fleet-id"
+    else:
+        what = (
+            f"works for fleet {at_work!r}, the head is of {head_fleet_id!r}; remove the node from one of the "
+            "two, or wait until the other's lease has run out"
+        )
+    metadata = {"nodeFleetId": fleet_id, "headFleetId": head_fleet_id}
+    return HelloRefusal("FLEET_MISMATCH", f"this node {what}", metadata)
 
 
 def period_s(asked_ms: int) -> float:
@@ -67,12 +91,13 @@ class Commands:
     """Executes commands, and lets the faults strike that lie before and after each.
 
     Assign, Append and a Generate's parts may wait where a fault says so, and raise LinkDropped where one
-    drops the connection; the others are done at once.
+    drops the connection; the others are done at once. `token`: what heads must prove to know.
     """
 
-    def __init__(self, node: Node, striker: Striker) -> None:
+    def __init__(self, node: Node, striker: Striker, token: FleetToken | None = None) -> None:
         self.node = node
         self.striker = striker
+        self.token = token
 
     async def assign(self, request: pb.AssignRequest, call: Call) -> pb.AssignResponse:
         refusal = await self._step(convert.assign_from(request), call)
@@ -85,8 +110,10 @@ class Commands:
             return pb.AppendResponse(refusal=convert.refusal_to(refusal))
         return pb.AppendResponse(context_length=command.base_length + len(command.token_ids))
 
-    async def start(self, request: pb.NodeServiceGenerateRequest, call: Call) -> Run | Refusal:
-        """Start a run; a generation that is known is refused."""
+    async def start(
+        self, request: pb.NodeServiceGenerateRequest, call: Call, headers: Mapping[str, str]
+    ) -> Run | Refusal:
+        """Start a run; a generation that is known is refused. `headers`: its W3C trace context."""
         command = convert.generate_from(request, inline=self.node.settings.inline_bind)
         steps = self.node.rules.steps(command)
         if isinstance(steps, Refusal):
@@ -97,7 +124,7 @@ class Commands:
             if refusal:
                 self.node.refuse_rest(command, refusal)
                 return refusal
-        return self.node.start(alone)
+        return self.node.start(alone, headers)
 
     def cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
         outcome = self.node.cancel(request.session_id, request.epoch, request.generation_id)

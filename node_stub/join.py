@@ -18,7 +18,8 @@ from fleet.v1 import join_service_pb2_grpc as join_grpc
 from fleet.v1 import link_pb2 as link_pb
 from node_stub.calls import Call, Calls, LinkDropped
 from node_stub.commands import MAX_MESSAGE_BYTES, Commands
-from node_stub.link import LinkLimits, LinkProtocolError, LinkSession
+from node_stub.link import LinkAuthError, LinkLimits, LinkProtocolError, LinkSession
+from node_stub.tls import TlsError, TlsFiles, channel_credentials, tls_cause
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class JoinSettings:
     """
 
     address: str
+    tls: TlsFiles | None = None
+    """None = without TLS."""
     first_s: float = 0.1
     again_cap_s: float = 1.0
     cap_s: float = 30.0
@@ -135,8 +138,12 @@ class Joiner:
         """One link from its dial to its end; whether the head has another node of this identity."""
         self._dials += 1
         peer = f"join:{self._settings.address}#{self._dials}"
-        # A channel of its own each time, so that the name is resolved anew.
-        async with grpc.aio.insecure_channel(self._settings.address, options=_CHANNEL_OPTIONS) as channel:
+        try:
+            opened = self._channel()
+        except TlsError as error:
+            self._tell("left", str(error))
+            return False
+        async with opened as channel:
             stub: Any = join_grpc.JoinServiceStub(channel)
             try:
                 with self._calls.open(peer) as call:
@@ -144,6 +151,13 @@ class Joiner:
             except LinkDropped:
                 self._tell("left", "the link was dropped")
                 return False
+
+    def _channel(self) -> grpc.aio.Channel:
+        """A channel of its own for each dial, so that name and certificates are those of now."""
+        address, tls = self._settings.address, self._settings.tls
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, channel_credentials(tls), options=_CHANNEL_OPTIONS)
 
     async def _serve(self, rpc: Any, call: Call) -> bool:
         """Serve the head that answers. Raises LinkDropped, JoinRefusedError."""
@@ -159,6 +173,9 @@ class Joiner:
             # The head reads what was last written before the call is over.
             await rpc.done_writing()
             await asyncio.wait([reader.task], timeout=_GOODBYE_S)
+        except LinkAuthError as error:
+            self._tell("left", str(error))
+            return False
         except LinkProtocolError as error:
             self._tell("left", f"the head broke the contract of the link: {error}")
             return False
@@ -168,6 +185,7 @@ class Joiner:
         finally:
             watch.cancel()
             rpc.cancel()
+            reader.task.cancel()  # it may hold a frame that nobody takes any more
             await asyncio.gather(watch, reader.task, return_exceptions=True)
         return await self._judge_end(rpc)
 
@@ -196,7 +214,7 @@ class Joiner:
             return True
         # INTERNAL is what a write to a call that is over makes of its status.
         known = {grpc.StatusCode.OK: "the link ended", grpc.StatusCode.INTERNAL: "the link broke"}
-        self._tell("left", known.get(code, f"{details} ({code.name})"))
+        self._tell("left", tls_cause(details) or known.get(code, f"{details} ({code.name})"))
         return False
 
     def _tell(self, what: str, why: str) -> None:

@@ -18,10 +18,13 @@ from node_stub.link_outbox import Outbox
 from node_stub.link_runs import LinkRuns
 from node_stub.rules import Code, Owner, Refusal
 from node_stub.runs import Run
+from node_stub.token import FleetToken
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_FROM_HEAD = {link_pb.FRAME_TYPE_HELLO, link_pb.FRAME_TYPE_PROOF, link_pb.FRAME_TYPE_COMMANDS}
 
 WriteFrame = Callable[[link_pb.NodeFrame], Awaitable[object]]
 """Hands a frame to the transport; returns when it takes the next one."""
@@ -29,6 +32,10 @@ WriteFrame = Callable[[link_pb.NodeFrame], Awaitable[object]]
 
 class LinkProtocolError(Exception):
     """The head broke the rules of a link, which is therefore closed; the text says how."""
+
+
+class LinkAuthError(LinkProtocolError):
+    """The head does not prove that it knows the fleet token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class LinkSession:
         self.hello: pb.HandshakeRequest | None = None
         """What the head said of itself, once it has and is served."""
         self.greeted = asyncio.Event()
-        """Set once the node has answered the head's hello with its own."""
+        """Set once hellos, and proofs where there is a fleet token, have been exchanged."""
         self.heard_commands = asyncio.Event()
         """Set once the head, having seen the node's hello, goes on."""
         self._commands = commands
@@ -124,17 +131,46 @@ class LinkSession:
             raise LinkProtocolError(f"no hello within {self._limits.hello_timeout_s:g} s") from None
         if request is None:
             return None
-        answer = hello_of(self._node, request)
+        token = self._commands.token
+        nonce = token.new_nonce() if token else b""
+        answer = hello_of(self._node, request, token, nonce)
         if isinstance(answer, HelloRefusal):
             log.warning("head %s refused: %s", request.head_id, answer.message)
             refusal = link_pb.LinkRefusal(reason=answer.reason, message=answer.message)
             await self._write(link_pb.NodeFrame(type=link_pb.FRAME_TYPE_REFUSED, refused=refusal))
             return None
+        await self._write(link_pb.NodeFrame(type=link_pb.FRAME_TYPE_HELLO, hello=answer))
+        if token and not await self._proven(frames, token, request.nonce, nonce):
+            return None
         self.hello, self._owner = request, convert.owner_from(request)
         log.info("link with head %s, term %d (%s)", request.head_id, request.term, self._call.peer)
-        await self._write(link_pb.NodeFrame(type=link_pb.FRAME_TYPE_HELLO, hello=answer))
         self.greeted.set()
         return request
+
+    async def _proven(
+        self, frames: AsyncIterator[link_pb.HeadFrame], token: FleetToken, head_nonce: bytes, nonce: bytes
+    ) -> bool:
+        """Whether the head has proven that it knows the token; False: the link has ended before."""
+        try:
+            async with asyncio.timeout(self._limits.hello_timeout_s):
+                proof = await self._proof(frames)
+        except TimeoutError:
+            raise LinkAuthError(f"no proof within {self._limits.hello_timeout_s:g} s of the hello") from None
+        if proof is None:
+            return False
+        if not token.accepts(proof, head_nonce, nonce):
+            raise LinkAuthError("the head does not know this node's fleet token")
+        return True
+
+    async def _proof(self, frames: AsyncIterator[link_pb.HeadFrame]) -> bytes | None:
+        async for frame in frames:
+            if frame.type == link_pb.FRAME_TYPE_PROOF:
+                return frame.proof
+            if frame.type != link_pb.FRAME_TYPE_UNSPECIFIED and frame.type not in _FROM_HEAD:
+                _skip(frame)
+                continue
+            raise LinkAuthError("the head did not prove that it knows this node's fleet token")
+        return None
 
     async def _first_frame(self, frames: AsyncIterator[link_pb.HeadFrame]) -> pb.HandshakeRequest | None:
         async for frame in frames:
@@ -213,13 +249,11 @@ class LinkSession:
         if run is None and self._stopping:
             run = Refusal(Code.BUSY, detail="the node is being stopped")
         if run is None:
-            run = await self._commands.start(request, self._call)
+            run = await self._commands.start(request, self._call, command.trace)
         if isinstance(run, Refusal):
             accepted = link_pb.RunAccepted(refusal=convert.refusal_to(run))
             self._reply(link_pb.NodeReply(call_id=call_id, generate=accepted))
             return
-        if not resumed:
-            run.entry.traceparent = command.trace.get("traceparent", "")
         self._runs.add(run, call_id, resumed=resumed)
 
     def _reply(self, reply: link_pb.NodeReply) -> None:
@@ -233,7 +267,7 @@ class LinkSession:
     # ------------------------------------------------------------------------------------------- to the head
 
     async def _write_all(self) -> None:
-        while not (self._stopping and not self._runs and not self._lines):
+        while not (self._stopping and not self._runs and not self._lines and not self._outbox.leaving):
             await self._news.wait()
             self._news.clear()
             while frame := self._next_frame():
@@ -259,6 +293,8 @@ class LinkSession:
         await self._call.ending()
         self._call.check()
         self._stopping = True
+        if self._call.in_order:
+            self._outbox.say_goodbye()
         self._news.set()
         await asyncio.Event().wait()
 

@@ -21,11 +21,17 @@ class Outbox:
         self._token_ids: list[int] = []
         self._events: list[link_pb.RunEvent] = []
         self._report: types_pb2.CapacityReport | None = None
+        self._leaving = False
 
     @property
     def is_full(self) -> bool:
         """No more steps are to be added to this frame."""
         return len(self._token_ids) >= MAX_FRAME_TOKENS
+
+    @property
+    def leaving(self) -> bool:
+        """The goodbye has not been sent yet."""
+        return self._leaving
 
     @property
     def reply_count(self) -> int:
@@ -56,15 +62,20 @@ class Outbox:
         """The load now; of several before the next frame the newest counts."""
         self._report = report
 
+    def say_goodbye(self) -> None:
+        """Tell the head that the node is being stopped."""
+        self._leaving = True
+
     def take(self) -> link_pb.NodeFrame | None:
         """Everything gathered, as one frame; None when there is nothing."""
-        if not (self._replies or self._handles or self._events or self._report):
+        if not (self._replies or self._handles or self._events or self._report or self._leaving):
             return None
         frame = link_pb.NodeFrame(
             type=link_pb.FRAME_TYPE_NEWS,
             replies=self._replies,
             events=self._events,
             report=self._report,
+            leaving=self._leaving,
         )
         if self._handles:
             steps = frame.steps
@@ -77,4 +88,5 @@ class Outbox:
             column.clear()
         self._events.clear()
         self._report = None
+        self._leaving = False
         return frame

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from node_stub.engine import Engine, Finish, Load, Pace
 from node_stub.faults import Fault, FaultError, Faults, ReportLies
@@ -28,14 +29,16 @@ from node_stub.rules import (
     Refusal,
     Stopped,
 )
-from node_stub.runs import DEFAULT_BUFFER_TOKENS, Run
+from node_stub.runs import DEFAULT_BUFFER_TOKENS, Run, RunTrace
 
 log = logging.getLogger(__name__)
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """Who the node is and what it announces. An empty `fleet_id` serves any fleet.
+    """Who the node is and what it announces. An empty `fleet_id` is that of whose lease runs.
 
     A run whose link is gone is kept for `keep_s`, and so is one whose end was just told; any run buffers at
     most `buffer_tokens`.
@@ -88,6 +91,8 @@ class Node:
         self.engine = engine
         self.faults = faults
         self.journal = Journal()
+        self.trace_run: Callable[[Admission, Mapping[str, str]], RunTrace] | None = None
+        """What watches a run that was admitted, under the W3C headers it came with; None = nothing does."""
         total = engine.load().kv_blocks_total
         self.rules = NodeRules(engine.models, replace(settings.limits, kv_blocks_total=total))
         self._clock = clock
@@ -126,11 +131,14 @@ class Node:
         self._record("append", command.session_id, command.epoch, refusal)
         return refusal
 
-    def start(self, command: Generate) -> Run | Refusal:
-        """Admit a Generate (its Assign and Append already executed) and hand it to the engine."""
+    def start(self, command: Generate, headers: Mapping[str, str] = _NO_HEADERS) -> Run | Refusal:
+        """Admit a Generate (its Assign and Append already executed) and hand it to the engine.
+
+        `headers`: the W3C trace context it came with.
+        """
         reply = self.rules.generate(command, self.now_ms())
         if isinstance(reply, Admission):
-            return self._launch(reply)
+            return self._launch(reply, headers)
         return self._refused(command, reply)
 
     def resume(self, command: Generate) -> Run | Refusal | None:
@@ -231,11 +239,12 @@ class Node:
         self.stop(run, refusal)
         self._detached.release(run)
 
-    def _launch(self, admission: Admission) -> Run:
+    def _launch(self, admission: Admission, headers: Mapping[str, str]) -> Run:
         now_ms = self.now_ms()
         entry = Entry("generate", admission.session_id, admission.epoch, now_ms, "running")
         entry.generation_id = admission.generation_id
         entry.prompt_tokens = len(admission.prompt_token_ids)
+        entry.traceparent = headers.get("traceparent", "")
         owner = self.rules.owner_of(admission.session_id)
         if owner is None:
             raise AssertionError("an admitted run has a session")
@@ -248,6 +257,8 @@ class Node:
             self._overflow,
             self.settings.buffer_tokens,
         )
+        if self.trace_run:
+            run.trace = self.trace_run(admission, headers)
         self._runs[run.key] = run
         if admission.max_wall_ms:
             loop = asyncio.get_running_loop()
@@ -272,6 +283,12 @@ class Node:
         self.rules.ended(*run.key)
 
     # ------------------------------------------------------------------------------------------- reading
+
+    def fleet_at_work(self) -> str:
+        """The fleet whose head has a running lease here; empty = none has."""
+        fleet_id = self.rules.fleet_at_work(self.now_ms())
+        self._settle()
+        return fleet_id
 
     def held(self, fleet_id: str) -> list[tuple[Holding, list[str]]]:
         """The sessions of a fleet, each with its generations that run or are kept."""

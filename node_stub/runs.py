@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from node_stub.engine import Finish, Job, Phase
 from node_stub.journal import Entry
@@ -27,6 +28,16 @@ class Step:
     @property
     def is_last(self) -> bool:
         return self.finish is not None or self.refusal is not None
+
+
+class RunTrace(Protocol):
+    """One run, watched. Told of its turns, never of tokens."""
+
+    def phase(self, phase: Phase) -> None:
+        """It enters a phase."""
+
+    def ended(self, outcome: str, tokens: int) -> None:
+        """It left the engine with a finish's or a refusal's name, having made `tokens` for the head."""
 
 
 class Run:
@@ -71,6 +82,7 @@ class Run:
         """Called whenever there may be something to send; None = nobody is there to send it."""
         self.on_taken: Callable[[], None] | None = None
         """Called when another sender takes it over; None = it has none."""
+        self.trace: RunTrace | None = None
         self._buffer_tokens = buffer_tokens
         self._last_token = 0
         self._last_phase: Phase | None = None
@@ -115,6 +127,8 @@ class Run:
 
     def on_phase(self, phase: Phase) -> None:
         self._phases.append(phase)
+        if self.trace:
+            self.trace.phase(phase)
         self._signal()
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
@@ -131,6 +145,8 @@ class Run:
         elif not self.ended:
             self._finish = self._wanted if finish is Finish.CANCELLED and self._wanted else finish
             self.entry.outcome = self._finish.name
+        if self.trace:
+            self.trace.ended(self.entry.outcome, self.sent + len(self._tokens))
         self._signal()
         self._on_left(self)
 

@@ -28,18 +28,29 @@ from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import node_service_pb2_grpc as pb_grpc
 from node_stub import convert
 from node_stub.calls import Call, Calls, LinkDropped
-from node_stub.commands import MAX_MESSAGE_BYTES, Commands, HelloRefusal, hello_of, period_s
+from node_stub.commands import (
+    MAX_MESSAGE_BYTES,
+    TOKEN_REFUSED,
+    Commands,
+    HelloRefusal,
+    hello_of,
+    period_s,
+)
 from node_stub.faults import FaultError, Hazards
+from node_stub.gate import TokenGate, is_local
 from node_stub.join import Joiner, JoinSettings
-from node_stub.link import LinkLimits, LinkProtocolError, LinkSession
+from node_stub.link import LinkAuthError, LinkLimits, LinkProtocolError, LinkSession
 from node_stub.node import Node
 from node_stub.rules import Refusal
 from node_stub.runs import Step
 from node_stub.sender import Sender, Striker, send_all
+from node_stub.tls import TlsFiles, server_credentials
+from node_stub.token import FleetToken
 
 log = logging.getLogger(__name__)
 
 _ERROR_DOMAIN = "fleet.v1"
+_GOODBYE_S = 0.02
 
 NODE_SERVICE = "fleet.v1.NodeService"
 LINK_SERVICE = "fleet.v1.LinkService"
@@ -87,9 +98,11 @@ class NodeServicer(pb_grpc.NodeServiceServicer):
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
         async with open_call(self._calls, context):
-            answer = hello_of(self._node, request)
+            token = self._commands.token
+            answer = hello_of(self._node, request, token, token.own_nonce if token else b"")
             if isinstance(answer, HelloRefusal):
-                code = grpc.StatusCode.FAILED_PRECONDITION
+                refused = answer.reason == TOKEN_REFUSED
+                code = grpc.StatusCode.UNAUTHENTICATED if refused else grpc.StatusCode.FAILED_PRECONDITION
                 await _abort(context, code, answer.message, answer.reason, answer.metadata)
             log.info("handshake with head %s, term %d (%s)", request.head_id, request.term, context.peer())
             return answer
@@ -104,11 +117,10 @@ class NodeServicer(pb_grpc.NodeServiceServicer):
 
     async def Generate(self, request: pb.NodeServiceGenerateRequest, context: Context) -> None:  # type: ignore[override] # writes
         async with open_call(self._calls, context) as call:
-            run = await self._commands.start(request, call)
+            run = await self._commands.start(request, call, _trace_headers(context))
             if isinstance(run, Refusal):
                 await context.write(convert.step_to(Step(request.first_index, refusal=run), request.epoch))
                 return
-            run.entry.traceparent = _traceparent(context)
 
             async def write(step: Step, epoch: int) -> None:
                 await context.write(convert.step_to(step, epoch))
@@ -149,6 +161,8 @@ class NodeServicer(pb_grpc.NodeServiceServicer):
                     models = []
                 over = await call.over(period_s(request.period_ms))
             call.check()
+            if call.in_order:
+                await context.write(pb.WatchStatusResponse(leaving=True))
 
 
 class LinkServicer(link_grpc.LinkServiceServicer):
@@ -170,6 +184,9 @@ class LinkServicer(link_grpc.LinkServiceServicer):
         async with open_call(self._calls, context) as call:
             try:
                 await LinkSession(self._commands, call, write, self._limits).serve(frames())
+            except LinkAuthError as error:
+                log.warning("head refused at %s: %s", context.peer(), error)
+                await _abort(context, grpc.StatusCode.UNAUTHENTICATED, str(error), TOKEN_REFUSED)
             except LinkProtocolError as error:
                 log.warning("link with %s closed: %s", context.peer(), error)
                 code, text = grpc.StatusCode.INVALID_ARGUMENT, f"the link is closed: {error}"
@@ -187,7 +204,7 @@ async def open_call(calls: Calls, context: Context) -> AsyncIterator[Call]:
 
 
 class StubServicer(stub_grpc.StubServiceServicer):
-    """fleet.stub.v1.StubService."""
+    """fleet.stub.v1.StubService; for callers on this machine."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -195,6 +212,7 @@ class StubServicer(stub_grpc.StubServiceServicer):
     async def SetFaults(
         self, request: stub_pb.SetFaultsRequest, context: Context
     ) -> stub_pb.SetFaultsResponse:
+        await _only_local(context)
         slow_down = request.slow_down if request.HasField("slow_down") else 1.0
         try:
             faults = [convert.fault_from(fault) for fault in request.faults]
@@ -206,6 +224,7 @@ class StubServicer(stub_grpc.StubServiceServicer):
     async def GetFaults(
         self, request: stub_pb.GetFaultsRequest, context: Context
     ) -> stub_pb.GetFaultsResponse:
+        await _only_local(context)
         faults = self._node.faults
         return stub_pb.GetFaultsResponse(
             faults=[convert.fault_to(fault) for fault in faults.left()],
@@ -216,12 +235,14 @@ class StubServicer(stub_grpc.StubServiceServicer):
     async def GetJournal(
         self, request: stub_pb.GetJournalRequest, context: Context
     ) -> stub_pb.GetJournalResponse:
+        await _only_local(context)
         entries = self._node.journal.entries(request.session_id)
         return stub_pb.GetJournalResponse(entries=[convert.entry_to(entry) for entry in entries])
 
     async def GetHoldings(
         self, request: stub_pb.GetHoldingsRequest, context: Context
     ) -> stub_pb.GetHoldingsResponse:
+        await _only_local(context)
         report = self._node.report()
         return stub_pb.GetHoldingsResponse(
             holdings=[convert.holding_to(holding) for holding in self._node.rules.holdings()],
@@ -236,14 +257,23 @@ class NodeServer:
     """A Node on an address."""
 
     def __init__(
-        self, node: Node, hazards: Hazards, idle_timeout_s: float = 120.0, limits: LinkLimits | None = None
+        self,
+        node: Node,
+        hazards: Hazards,
+        idle_timeout_s: float = 120.0,
+        limits: LinkLimits | None = None,
+        *,
+        token: FleetToken | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._limits = limits or LinkLimits()
         self._calls = Calls()
-        self._commands = Commands(node, Striker(node, hazards, self._calls))
+        self._commands = Commands(node, Striker(node, hazards, self._calls), token)
+        self._tls = tls
         self._joiners: list[Joiner] = []
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=server_options(idle_timeout_s))
+        gates = [TokenGate(token, NODE_SERVICE, frozenset({"Handshake"}), _refuse_head)] if token else []
+        self._server = grpc.aio.server(interceptors=gates, options=server_options(idle_timeout_s))
         self._services = [NODE_SERVICE, STUB_SERVICE]
         pb_grpc.add_NodeServiceServicer_to_server(NodeServicer(self._commands, self._calls), self._server)
         if node.settings.link:
@@ -262,11 +292,15 @@ class NodeServer:
         return joiner
 
     async def start(self, address: str) -> int:
-        """Listen and serve; the port. Raises BindError."""
+        """Listen and serve; the port. Raises BindError, TlsError."""
+        credentials = server_credentials(self._tls) if self._tls else None
         if why := _bind_failure(address):
             raise BindError(f"cannot listen on {address}: {why}")
         try:
-            port = self._server.add_insecure_port(address)
+            if credentials:
+                port = self._server.add_secure_port(address, credentials)
+            else:
+                port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise BindError(f"cannot listen on {address}: {error}") from error
         await self._server.start()
@@ -279,7 +313,10 @@ class NodeServer:
         await self._health.enter_graceful_shutdown()
         for joiner in self._joiners:
             joiner.stop()
-        self._calls.end_all()
+        self._calls.end_all(in_order=grace_s > 0)
+        if grace_s > 0:
+            # So that goodbyes leave before the connections take no more calls.
+            await asyncio.sleep(_GOODBYE_S)
         await asyncio.gather(self._server.stop(grace_s), *(joiner.over(grace_s) for joiner in self._joiners))
 
 
@@ -312,9 +349,22 @@ def _try_to_bind(family: int, where: Any) -> int | None:
     return None
 
 
-def _traceparent(context: Context) -> str:
-    values = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
-    return str(values[0]) if values else ""
+async def _only_local(context: Context) -> None:
+    if not is_local(context.peer()):
+        await context.abort(
+            grpc.StatusCode.PERMISSION_DENIED, "the stub's control is for callers on its own machine"
+        )
+
+
+async def _refuse_head(context: Context) -> None:
+    text = "this call lacks the proof of this node's fleet token; give the head the node's token file"
+    await _abort(context, grpc.StatusCode.UNAUTHENTICATED, text, TOKEN_REFUSED)
+
+
+def _trace_headers(context: Context) -> Mapping[str, str]:
+    """The W3C trace context that a call carries."""
+    metadata = context.invocation_metadata() or ()
+    return {key: str(value) for key, value in metadata if key in {"traceparent", "tracestate"}}
 
 
 async def _abort(

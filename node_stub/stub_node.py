@@ -22,6 +22,8 @@ from node_stub.rules import Limits
 from node_stub.runs import DEFAULT_BUFFER_TOKENS
 from node_stub.server import NodeServer
 from node_stub.stub_engine import EngineSettings, StubEngine
+from node_stub.tls import TlsFiles
+from node_stub.token import FleetToken
 
 FAST = EngineSettings(decode_tokens_per_s=0, prefill_tokens_per_s=0)
 """As fast as it goes, for tests that are about anything but time."""
@@ -48,6 +50,8 @@ class StubSettings:
     join: JoinSettings | None = None
     """Dial this head; None = heads dial `address`."""
     idle_timeout_s: float = 120.0
+    token: FleetToken | None = None
+    tls: TlsFiles | None = None
     faults: Sequence[Fault] = ()
 
 
@@ -75,6 +79,7 @@ class StubNode:
         self._join: asyncio.Task[None] | None = None
         self.told: list[str] = []
         """What it told people about its joining."""
+        self._told_more = asyncio.Event()
 
     @property
     def address(self) -> str:
@@ -126,15 +131,33 @@ class StubNode:
         )
         self._node = Node(about, engine, Faults(settings.faults), self._clock)
         server = NodeServer(
-            self._node, _InProcessHazards(self), settings.idle_timeout_s, settings.link_limits
+            self._node,
+            _InProcessHazards(self),
+            settings.idle_timeout_s,
+            settings.link_limits,
+            token=settings.token,
+            tls=settings.tls,
         )
         address = self.settings.address if self._port is None else self.address
         self._port = await server.start(address)
         self._server = server
         self._work = asyncio.create_task(self._node.run(), name=f"node {settings.identity}")
         if settings.join:
-            joiner = server.joiner(settings.join, random.Random(), self.told.append)
+            joiner = server.joiner(settings.join, random.Random(), self._tell)
             self._join = asyncio.create_task(joiner.run(), name=f"join {settings.identity}")
+
+    async def tells(self, start: str) -> str:
+        """The first thing that it tells, or has told, people about its joining that starts so."""
+        while True:
+            for line in self.told:
+                if line.startswith(start):
+                    return line
+            self._told_more.clear()
+            await self._told_more.wait()
+
+    def _tell(self, line: str) -> None:
+        self.told.append(line)
+        self._told_more.set()
 
     async def join_ended(self) -> None:
         """Wait until it joins no more. Raises JoinRefusedError."""

@@ -2,8 +2,8 @@
 
 Hatchling runs it for wheels and editable installs; `python proto/build_hook.py` runs it by hand after a
 change to the contract. The package goes to `proto/_gen/fleet`, which git ignores: messages, stubs and
-servicers, the types of all of them, and the .proto files themselves, so that whoever installs the wheel can
-compile against them.
+servicers, the types of all of them, and the .proto files themselves with the service config beside them, so
+that whoever installs the wheel can compile against them.
 """
 
 import os
@@ -49,8 +49,8 @@ def generate(root: Path) -> list[Path]:
     with tempfile.TemporaryDirectory(dir=target, prefix=".new-") as directory:
         fresh = Path(directory)
         _compile(root, protos, fresh)
-        for proto in protos:
-            shutil.copyfile(proto, fresh / proto.relative_to(root / SOURCES))
+        for file in [*protos, *(root / SOURCES / PACKAGE).rglob("*.json")]:
+            shutil.copyfile(file, fresh / file.relative_to(root / SOURCES))
         for folder in [fresh / PACKAGE, *(f for f in (fresh / PACKAGE).rglob("*") if f.is_dir())]:
             (folder / "__init__.py").write_text(INIT, encoding="utf-8")
         (fresh / PACKAGE / "py.typed").touch()

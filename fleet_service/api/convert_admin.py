@@ -9,7 +9,7 @@ from fleet.v1 import types_pb2 as types
 from fleet_service.api.convert_shared import milliseconds, model_message, timestamp
 from fleet_service.domain.node_types import Feature, NodeState, Report
 from fleet_service.domain.placement import Verdict
-from fleet_service.runtime.views import Explanation, NodeInfo, ProbeResult
+from fleet_service.runtime.views import DrainInfo, DrainState, Explanation, NameInfo, NodeInfo, ProbeResult
 
 _STATES: Mapping[NodeState, admin.NodeState] = {
     NodeState.CONNECTING: admin.NODE_STATE_CONNECTING,
@@ -24,6 +24,33 @@ _FEATURES: Mapping[Feature, admin.NodeFeature] = {
     Feature.RESUME: admin.NODE_FEATURE_RESUME,
     Feature.RECONCILE: admin.NODE_FEATURE_RECONCILE,
 }
+
+
+_DRAIN_STATES: Mapping[DrainState, admin.DrainState] = {
+    DrainState.DRAINING: admin.DRAIN_STATE_DRAINING,
+    DrainState.DRAINED: admin.DRAIN_STATE_DRAINED,
+    DrainState.ENDED: admin.DRAIN_STATE_ENDED,
+    DrainState.NODE_REMOVED: admin.DRAIN_STATE_NODE_REMOVED,
+}
+
+
+def drain_message(drain: DrainInfo) -> admin.Drain:
+    message = admin.Drain(
+        state=_DRAIN_STATES[drain.state],
+        by=drain.by,
+        note=drain.note,
+        start_time=timestamp(drain.started_at),
+        sessions=drain.sessions,
+        generations=drain.generations,
+        waiting=drain.waiting,
+        staying=drain.staying,
+        owed=drain.owed,
+        moved=drain.moved,
+        unbound=drain.unbound,
+    )
+    if drain.ended_at is not None:
+        message.end_time.CopyFrom(timestamp(drain.ended_at))
+    return message
 
 
 def report_message(report: Report) -> types.CapacityReport:
@@ -56,6 +83,7 @@ def node_message(node: NodeInfo) -> admin.Node:
         state_detail=node.state_detail,
         cordoned=node.cordoned,
         cordon_note=node.cordon_note,
+        cordoned_by=node.cordoned_by,
         reports_stale=node.reports_stale,
         labels=node.labels,
         models=[model_message(model) for model in node.models],
@@ -67,13 +95,36 @@ def node_message(node: NodeInfo) -> admin.Node:
         reservations=node.reservations,
         outbox=node.outbox,
         failures=node.failures,
+        protocol_version=node.version,
+        authenticated=node.authenticated,
+        encrypted=node.encrypted,
+        found_by=node.found_by,
+        unlisted=node.unlisted,
     )
+    if node.cordoned_at is not None:
+        message.cordon_time.CopyFrom(timestamp(node.cordoned_at))
+    if node.drain is not None:
+        message.drain.CopyFrom(drain_message(node.drain))
     if node.report is not None:
         message.report.CopyFrom(report_message(node.report))
     if node.report_age_s is not None:
         message.report_age_ms = milliseconds(node.report_age_s)
     if node.last_seen_at is not None:
         message.last_seen_time.CopyFrom(timestamp(node.last_seen_at))
+    return message
+
+
+def name_message(name: NameInfo) -> admin.DnsName:
+    message = admin.DnsName(
+        name=name.entry,
+        addresses=name.addresses,
+        other_ways=name.other_ways,
+        removed=name.removed,
+        left_out=name.left_out,
+        failure=name.failure,
+    )
+    if name.resolved_at is not None:
+        message.resolved_time.CopyFrom(timestamp(name.resolved_at))
     return message
 
 
@@ -86,6 +137,9 @@ def probe_message(probe: ProbeResult) -> admin.NodeProbe:
         identity=probe.identity,
         models=[model_message(model) for model in probe.models],
         latency_ms=milliseconds(probe.latency_s),
+        protocol_version=probe.version,
+        authenticated=probe.authenticated,
+        encrypted=probe.encrypted,
     )
 
 

@@ -85,6 +85,7 @@ _MOVE_CAUSES = {
     MoveCause.NO_ROOM: fleet.MOVE_CAUSE_NO_ROOM,
     MoveCause.REBALANCED: fleet.MOVE_CAUSE_REBALANCED,
     MoveCause.NODE_REMOVED: fleet.MOVE_CAUSE_NODE_REMOVED,
+    MoveCause.DRAIN: fleet.MOVE_CAUSE_DRAIN,
 }
 _OUTCOMES = {
     CancelOutcome.CANCELLED: fleet.CancelGenerationResponse.OUTCOME_CANCELLED,
@@ -111,8 +112,8 @@ class _Keyed(Protocol):
 KeyedT = TypeVar("KeyedT", bound=_Keyed)
 
 
-def request_key(method: str, request: KeyedT) -> RequestKey | None:
-    """The key that makes `request` idempotent; None when it asks for none.
+def request_key(method: str, request: KeyedT, owner: str) -> RequestKey | None:
+    """The key that makes the `owner`'s `request` idempotent; None when it asks for none.
 
     Its fingerprint is the SHA-256 of the method and of the request without its request_id, serialised
     deterministically.
@@ -124,7 +125,7 @@ def request_key(method: str, request: KeyedT) -> RequestKey | None:
     body.request_id = ""
     digest = hashlib.sha256(method.encode("ascii") + b"\0")
     digest.update(body.SerializeToString(deterministic=True))
-    return RequestKey(request.request_id, digest.digest())
+    return RequestKey(request.request_id, digest.digest(), owner)
 
 
 def sampling_override(params: types.SamplingParams) -> SamplingOverride:

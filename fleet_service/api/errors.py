@@ -195,6 +195,8 @@ RULES: Mapping[Reason, Rule] = MappingProxyType(
         Reason.OWNER_CHANGED: Rule(grpc.StatusCode.ABORTED, (_resource_info,)),
         Reason.NODE_NOT_FOUND: Rule(grpc.StatusCode.NOT_FOUND, (_resource_info,)),
         Reason.NODE_ALREADY_EXISTS: Rule(grpc.StatusCode.ALREADY_EXISTS, (_resource_info,)),
+        Reason.CREDENTIALS_REFUSED: Rule(grpc.StatusCode.UNAUTHENTICATED),
+        Reason.PERMISSION_DENIED: Rule(grpc.StatusCode.PERMISSION_DENIED),
         Reason.INTERNAL: _INTERNAL,
     }
 )

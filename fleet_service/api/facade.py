@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from fleet_service.domain.access import Caller
 from fleet_service.domain.events import Event
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import GenerationSpec, SessionSpec
 from fleet_service.runtime.views import (
     CancelResult,
+    DrainInfo,
     Explanation,
+    FleetChange,
     ModelSummary,
+    NameInfo,
     NodeInfo,
     ProbeResult,
     RequestKey,
@@ -29,6 +33,10 @@ class Call(Protocol):
     @property
     def trace(self) -> object | None:
         """The call's trace, for the head to hang its own on; opaque here."""
+
+    @property
+    def caller(self) -> Caller:
+        """Who calls, and what it may do."""
 
     async def write(self, message: Any) -> None:
         """Send one message; waits while the transport is full. Raises once the caller has gone."""
@@ -58,18 +66,18 @@ class Generation(Protocol):
 
 
 class CallersHead(Protocol):
-    """The head, to callers."""
+    """The head, to callers. `owner` names who calls: sessions and generations are its own alone."""
 
     async def create_session(
-        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None
+        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None, owner: str
     ) -> SessionView: ...
 
-    def get_session(self, session_id: str) -> SessionView: ...
+    def get_session(self, session_id: str, owner: str) -> SessionView: ...
 
-    def context_of(self, session_id: str) -> Sequence[int]: ...
+    def context_of(self, session_id: str, owner: str) -> Sequence[int]: ...
 
     def list_sessions(
-        self, page_size: int, page_token: str, state: SessionState | None, node: str
+        self, page_size: int, page_token: str, state: SessionState | None, node: str, owner: str
     ) -> tuple[list[SessionView], str]: ...
 
     async def append_tokens(
@@ -79,13 +87,14 @@ class CallersHead(Protocol):
         expected_length: int | None,
         truncate_to: int | None,
         key: RequestKey | None,
+        owner: str,
     ) -> SessionView: ...
 
-    async def park_session(self, session_id: str) -> SessionView: ...
+    async def park_session(self, session_id: str, owner: str) -> SessionView: ...
 
-    async def resume_session(self, session_id: str) -> SessionView: ...
+    async def resume_session(self, session_id: str, owner: str) -> SessionView: ...
 
-    async def finish_session(self, session_id: str) -> SessionView: ...
+    async def finish_session(self, session_id: str, owner: str) -> SessionView: ...
 
     async def generate(
         self,
@@ -94,6 +103,7 @@ class CallersHead(Protocol):
         spec: GenerationSpec,
         key: RequestKey | None,
         trace: object | None,
+        owner: str,
     ) -> Generation: ...
 
     async def complete(
@@ -104,13 +114,34 @@ class CallersHead(Protocol):
         generation_id: str,
         key: RequestKey | None,
         trace: object | None,
+        owner: str,
     ) -> Generation: ...
 
-    def find_generation(self, generation_id: str) -> Generation: ...
+    def find_generation(self, generation_id: str, owner: str) -> Generation: ...
 
-    async def cancel_generation(self, generation_id: str) -> CancelResult: ...
+    async def cancel_generation(self, generation_id: str, owner: str) -> CancelResult: ...
 
     def list_models(self) -> list[ModelSummary]: ...
+
+
+class DrainProgress(Protocol):
+    """One who follows a drain."""
+
+    async def read(self) -> tuple[str, DrainInfo]:
+        """The node's name and its drain: at once, then when it has changed. The last is not DRAINING."""
+
+    def close(self) -> None:
+        """They have gone; the drain goes on. May be called again."""
+
+
+class Watcher(Protocol):
+    """One who watches the fleet, at their own pace."""
+
+    async def read(self) -> FleetChange | None:
+        """The whole fleet, then what has changed, when it has. None: the head ends."""
+
+    def close(self) -> None:
+        """They have gone. May be called again."""
 
 
 class OperatorsHead(Protocol):
@@ -121,6 +152,8 @@ class OperatorsHead(Protocol):
 
     def list_nodes(self) -> list[NodeInfo]: ...
 
+    def list_names(self) -> list[NameInfo]: ...
+
     def get_node(self, ref: str) -> NodeInfo: ...
 
     async def probe_nodes(self, refs: Sequence[str]) -> list[ProbeResult]: ...
@@ -129,9 +162,17 @@ class OperatorsHead(Protocol):
 
     async def remove_node(self, ref: str) -> NodeInfo: ...
 
-    def cordon_node(self, ref: str, note: str) -> NodeInfo: ...
+    async def add_name(self, entry: str) -> NameInfo: ...
+
+    async def remove_name(self, entry: str) -> NameInfo: ...
+
+    def cordon_node(self, ref: str, note: str, by: str) -> NodeInfo: ...
 
     def uncordon_node(self, ref: str) -> NodeInfo: ...
+
+    def drain_node(self, ref: str, note: str, by: str) -> DrainProgress: ...
+
+    def watch_fleet(self, *, with_turns: bool) -> Watcher: ...
 
     def explain_placement(
         self, session_id: str, spec: SessionSpec | None, prompt_tokens: int

@@ -34,27 +34,31 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self._limits = limits
         self._copying = asyncio.Lock()
 
-    # Sessions
+    # Sessions. The stubs' types want contexts to be gRPC's; these are the `Call` that the interceptor brings.
 
-    async def CreateSession(
-        self, request: fleet.CreateSessionRequest, context: object
+    async def CreateSession(  # type: ignore[override]
+        self, request: fleet.CreateSessionRequest, context: Call
     ) -> fleet.CreateSessionResponse:
         validate.check_create_session(request, self._limits)
+        context.caller.check_model(request.spec.model)
         view = await self._head.create_session(
             request.session_id,
             convert.session_spec(request.spec),
             convert.token_ids(request.token_ids),
-            convert.request_key("CreateSession", request),
+            convert.request_key("CreateSession", request, context.caller.name),
+            context.caller.name,
         )
         return fleet.CreateSessionResponse(session=convert.session_message(view))
 
-    async def GetSession(self, request: fleet.GetSessionRequest, context: object) -> fleet.GetSessionResponse:
+    async def GetSession(  # type: ignore[override]
+        self, request: fleet.GetSessionRequest, context: Call
+    ) -> fleet.GetSessionResponse:
         validate.check_session_request(request)
         reply = fleet.GetSessionResponse(
-            session=convert.session_message(self._head.get_session(request.session_id))
+            session=convert.session_message(self._head.get_session(request.session_id, context.caller.name))
         )
         if request.include_token_ids:
-            await self._copy(self._head.context_of(request.session_id), reply)
+            await self._copy(self._head.context_of(request.session_id, context.caller.name), reply)
         return reply
 
     async def _copy(self, token_ids: Sequence[int], reply: fleet.GetSessionResponse) -> None:
@@ -65,8 +69,8 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
                     await asyncio.sleep(0)
                 reply.token_ids.extend(token_ids[start : start + _COPIED_AT_ONCE])
 
-    async def ListSessions(
-        self, request: fleet.ListSessionsRequest, context: object
+    async def ListSessions(  # type: ignore[override]
+        self, request: fleet.ListSessionsRequest, context: Call
     ) -> fleet.ListSessionsResponse:
         validate.check_list_sessions(request)
         views, next_page_token = self._head.list_sessions(
@@ -74,13 +78,14 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             request.page_token,
             convert.session_state(request.state),
             request.node,
+            context.caller.name,
         )
         return fleet.ListSessionsResponse(
             sessions=[convert.session_message(view) for view in views], next_page_token=next_page_token
         )
 
-    async def AppendTokens(
-        self, request: fleet.AppendTokensRequest, context: object
+    async def AppendTokens(  # type: ignore[override]
+        self, request: fleet.AppendTokensRequest, context: Call
     ) -> fleet.AppendTokensResponse:
         validate.check_append_tokens(request, self._limits)
         view = await self._head.append_tokens(
@@ -88,33 +93,34 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             convert.token_ids(request.token_ids),
             request.expected_length if request.HasField("expected_length") else None,
             request.truncate_to if request.HasField("truncate_to") else None,
-            convert.request_key("AppendTokens", request),
+            convert.request_key("AppendTokens", request, context.caller.name),
+            context.caller.name,
         )
         return fleet.AppendTokensResponse(session=convert.session_message(view))
 
-    async def ParkSession(
-        self, request: fleet.ParkSessionRequest, context: object
+    async def ParkSession(  # type: ignore[override]
+        self, request: fleet.ParkSessionRequest, context: Call
     ) -> fleet.ParkSessionResponse:
         validate.check_session_request(request)
-        view = await self._head.park_session(request.session_id)
+        view = await self._head.park_session(request.session_id, context.caller.name)
         return fleet.ParkSessionResponse(session=convert.session_message(view))
 
-    async def ResumeSession(
-        self, request: fleet.ResumeSessionRequest, context: object
+    async def ResumeSession(  # type: ignore[override]
+        self, request: fleet.ResumeSessionRequest, context: Call
     ) -> fleet.ResumeSessionResponse:
         validate.check_session_request(request)
-        view = await self._head.resume_session(request.session_id)
+        view = await self._head.resume_session(request.session_id, context.caller.name)
         return fleet.ResumeSessionResponse(session=convert.session_message(view))
 
-    async def FinishSession(
-        self, request: fleet.FinishSessionRequest, context: object
+    async def FinishSession(  # type: ignore[override]
+        self, request: fleet.FinishSessionRequest, context: Call
     ) -> fleet.FinishSessionResponse:
         validate.check_session_request(request)
-        view = await self._head.finish_session(request.session_id)
+        view = await self._head.finish_session(request.session_id, context.caller.name)
         return fleet.FinishSessionResponse(session=convert.session_message(view))
 
-    # Generations. The stubs' types want streams to be iterators and contexts to be gRPC's; these are
-    # coroutines that write (grpc.aio takes them), to the `Call` that the interceptor brings.
+    # Generations. The stubs' types want streams to be iterators; these are coroutines that write (grpc.aio
+    # takes them).
 
     async def Generate(  # type: ignore[override]
         self, request: fleet.GenerateRequest, context: Call
@@ -131,13 +137,15 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.CompleteRequest, context: Call
     ) -> None:
         validate.check_complete(request, self._limits)
+        context.caller.check_model(request.session.model)
         generation = await self._head.complete(
             convert.session_spec(request.session),
             convert.token_ids(request.token_ids),
             convert.generation_spec(request.spec),
             request.generation_id,
-            convert.request_key("Complete", request),
+            convert.request_key("Complete", request, context.caller.name),
             context.trace,
+            context.caller.name,
         )
         await _relay(generation, 0, context, fleet.CompleteResponse)
 
@@ -145,18 +153,26 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.AttachGenerationRequest, context: Call
     ) -> None:
         validate.check_generation_request(request)
-        generation = self._head.find_generation(request.generation_id)
+        generation = self._head.find_generation(request.generation_id, context.caller.name)
         await _relay(generation, request.from_index, context, fleet.AttachGenerationResponse)
 
-    async def CancelGeneration(
-        self, request: fleet.CancelGenerationRequest, context: object
+    async def CancelGeneration(  # type: ignore[override]
+        self, request: fleet.CancelGenerationRequest, context: Call
     ) -> fleet.CancelGenerationResponse:
         validate.check_generation_request(request)
-        return convert.cancel_message(await self._head.cancel_generation(request.generation_id))
+        return convert.cancel_message(
+            await self._head.cancel_generation(request.generation_id, context.caller.name)
+        )
 
-    async def ListModels(self, request: fleet.ListModelsRequest, context: object) -> fleet.ListModelsResponse:
+    async def ListModels(  # type: ignore[override]
+        self, request: fleet.ListModelsRequest, context: Call
+    ) -> fleet.ListModelsResponse:
         return fleet.ListModelsResponse(
-            models=[convert.model_summary_message(summary) for summary in self._head.list_models()]
+            models=[
+                convert.model_summary_message(summary)
+                for summary in self._head.list_models()
+                if not context.caller.models or summary.model.name in context.caller.models
+            ]
         )
 
     async def _generate(
@@ -167,8 +183,9 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             request.session_id,
             request.generation_id,
             convert.generation_spec(request.spec),
-            convert.request_key(method, request),
+            convert.request_key(method, request, call.caller.name),
             call.trace,
+            call.caller.name,
         )
 
 

@@ -18,10 +18,15 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from fleet_service.api.access import Gate
 from fleet_service.api.errors import ErrorTranslator, WireError, is_foreseen, too_large
+from fleet_service.domain.access import ANYBODY
 from fleet_service.domain.errors import FleetError, invalid
 
 REQUEST_ID_KEY = "x-request-id"
+UNKNOWN_METHOD = "unknown"
+"""Stands for every method that there is not: callers choose those names, so no series or span has them."""
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # A caller counts its deadline from when it sent the call, so it hangs up a little before ours passes.
 _ON_THE_WAY_S = 0.1
@@ -55,11 +60,11 @@ class RpcObserver(Protocol):
     """Told of every call to our services."""
 
     def rpc_started(self, method: str, metadata: Metadata) -> RpcTrace:
-        """A call of `method`, like fleet.v1.FleetService/Generate, begins."""
+        """A call of `method`, like fleet.v1.FleetService/Generate or UNKNOWN_METHOD, begins."""
 
 
 class NullRpcObserver:
-    """Watches nothing; what a listener uses unless tracing is configured."""
+    """Watches nothing; what a listener uses unless traces or metrics are configured."""
 
     context = None
     trace_id = ""
@@ -82,7 +87,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the methods of `services`; others (health, reflection) answer by their own rules.
 
     `new_request_id` names calls whose caller gave no usable x-request-id. `max_request_bytes` bounds a
-    request's serialised size.
+    request's serialised size. `gate` says who calls, before the request is looked at.
     """
 
     def __init__(
@@ -93,8 +98,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         log: structlog.typing.FilteringBoundLogger,
         new_request_id: Callable[[], str],
         max_request_bytes: int,
+        gate: Gate,
     ) -> None:
         self._services = services
+        self._gate = gate
         self._translator = translator
         self._observer = observer
         self._log = log
@@ -112,9 +119,12 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         if wrapped is not None:
             return wrapped
         handler = await continuation(handler_call_details)
+        if handler is None:  # gRPC answers it by itself
+            self._observer.rpc_started(UNKNOWN_METHOD, ()).ended("UNIMPLEMENTED", "")
+            return None
         method = path.lstrip("/")
         # Only methods that exist are kept, so a caller cannot make the table grow.
-        if handler is None or method.partition("/")[0] not in self._services:
+        if method.partition("/")[0] not in self._services:
             return handler
         self._wrapped[path] = self._wrap(method, handler)
         return self._wrapped[path]
@@ -146,6 +156,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         async def behaviour(request: Any, context: Context) -> Any:
             call = self._begin(method, context)
             try:
+                call.caller = self._gate.admit(method, call.metadata, context)
                 if isinstance(request, _Refused):
                     raise request.error
                 reply = await serve(request, call)
@@ -175,22 +186,29 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         structlog.contextvars.bind_contextvars(request_id=request_id)
         if trace.trace_id:
             structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
-        return ServedCall(context, trace, self._log.bind(method=method), request_id)
+        return ServedCall(context, trace, self._log.bind(method=method), request_id, metadata)
 
 
 class ServedCall:
     """One call: what its servicer may use (facade.Call), and the account of how it ended."""
 
-    __slots__ = ("_context", "_log", "_started_s", "_trace", "request_id")
+    __slots__ = ("_context", "_log", "_started_s", "_trace", "caller", "metadata", "request_id")
 
     def __init__(
-        self, context: Context, trace: RpcTrace, log: structlog.typing.FilteringBoundLogger, request_id: str
+        self,
+        context: Context,
+        trace: RpcTrace,
+        log: structlog.typing.FilteringBoundLogger,
+        request_id: str,
+        metadata: Metadata,
     ) -> None:
         self._context = context
         self._trace = trace
         self._log = log
         self._started_s = asyncio.get_running_loop().time()
         self.request_id = request_id
+        self.metadata = metadata
+        self.caller = ANYBODY
 
     @property
     def trace(self) -> object | None:
@@ -210,7 +228,7 @@ class ServedCall:
 
     def succeeded(self) -> None:
         self._trace.ended("OK", "")
-        self._log.debug("call answered", took_s=self._took_s())
+        self._log.debug("call answered", caller=self.caller.name, took_s=self._took_s())
 
     def failed(self, wire: WireError, bug: Exception | None) -> None:
         """A status goes out; `bug` is what nobody foresaw, for the log alone."""

@@ -40,6 +40,9 @@ class JoinStream(Protocol):
 
     async def close(self) -> None: ...
 
+    @property
+    def encrypted(self) -> bool: ...
+
 
 class Door(Protocol):
     """Who speaks with the nodes that dial in (links.join.JoinDoor)."""
@@ -90,6 +93,11 @@ class JoinCall:
         self._context = context
         self._max_frame_bytes = max_frame_bytes
         self._limit_bytes = MAX_HELLO_BYTES
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it is TLS."""
+        return self._context.auth_context().get("transport_security_type") == [b"ssl"]
 
     async def send(self, frame: link_pb2.HeadFrame) -> None:
         """Hand a frame to gRPC; waits while the node takes nothing. Raises LinkLostError."""

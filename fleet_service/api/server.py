@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import socket
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fleet.v1 import admin_service_pb2, admin_service_pb2_grpc, fleet_service_pb2, fleet_service_pb2_grpc
+from fleet_service.addresses import why_not_bound
+from fleet_service.api.access import Gate, OpenGate
 from fleet_service.api.admin_servicer import AdminServicer
 from fleet_service.api.errors import ErrorTranslator
 from fleet_service.api.facade import CallersHead, OperatorsHead
@@ -24,6 +25,7 @@ from fleet_service.api.health import HealthServicer
 from fleet_service.api.interceptors import EdgeInterceptor, RpcObserver
 from fleet_service.api.join_servicer import JOIN_SERVICE, Door, JoinServicer
 from fleet_service.api.validate import Limits
+from fleet_service.tls import ServerTls
 
 FLEET_SERVICE: str = fleet_service_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -43,11 +45,6 @@ _JOIN_OPTIONS = {
 }
 _MAX_JOIN_CALLS = 16_384
 """A fuse far above what a head can serve; the limits that speak are those of the door."""
-_BIND_ERRORS = {
-    errno.EADDRINUSE: "the port is in use",
-    errno.EADDRNOTAVAIL: "the address is none of this machine's",
-    errno.EACCES: "the system does not allow that port",
-}
 
 
 class ListenError(Exception):
@@ -65,6 +62,8 @@ class EdgeParts:
     limits: Limits = field(default_factory=Limits)
     max_request_bytes: int = 16 * 1024 * 1024
     reflection: bool = True
+    gate: Gate = field(default_factory=OpenGate)
+    """Who may call the callers' and the operators' service."""
 
 
 class Listener:
@@ -94,39 +93,43 @@ class Listener:
         await self._server.stop(grace_s)
 
 
-def callers_listener(head: CallersHead, parts: EdgeParts, address: str) -> Listener:
+def callers_listener(
+    head: CallersHead, parts: EdgeParts, address: str, tls: ServerTls | None = None
+) -> Listener:
     """FleetService on `address` (host:port; port 0 = any). NOT_SERVING until told otherwise.
 
-    Raises ListenError.
+    Raises ListenError, TlsError.
     """
     server = _server(FLEET_SERVICE, parts)
     fleet_service_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(head, parts.limits), server)
-    return _listen(server, FLEET_SERVICE, address, parts)
+    return _listen(server, FLEET_SERVICE, address, parts, tls)
 
 
-def operators_listener(head: OperatorsHead, parts: EdgeParts, address: str) -> Listener:
+def operators_listener(
+    head: OperatorsHead, parts: EdgeParts, address: str, tls: ServerTls | None = None
+) -> Listener:
     """AdminService on `address` (host:port; port 0 = any). SERVING at once: it is there to repair a fleet.
 
-    Raises ListenError.
+    Raises ListenError, TlsError.
     """
     server = _server(ADMIN_SERVICE, parts)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(head, parts.limits), server)
-    listener = _listen(server, ADMIN_SERVICE, address, parts)
+    listener = _listen(server, ADMIN_SERVICE, address, parts, tls)
     listener.set_serving(True)
     return listener
 
 
-def join_listener(door: Door, parts: EdgeParts, address: str) -> Listener:
+def join_listener(door: Door, parts: EdgeParts, address: str, tls: ServerTls | None = None) -> Listener:
     """JoinService on `address` (host:port; port 0 = any). SERVING at once.
 
     `parts.max_request_bytes` bounds a node's frames. A call lasts as long as its link, so links are closed
-    before the listener is stopped. Raises ListenError.
+    before the listener is stopped. Raises ListenError, TlsError.
     """
     options = _options(parts.max_request_bytes) | _JOIN_OPTIONS
     server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=_MAX_JOIN_CALLS)
     servicer = JoinServicer(door, parts.max_request_bytes, parts.log)
     server.add_generic_rpc_handlers((servicer.handler(),))
-    listener = _listen(server, JOIN_SERVICE, address, parts)
+    listener = _listen(server, JOIN_SERVICE, address, parts, tls)
     listener.set_serving(True)
     return listener
 
@@ -139,6 +142,7 @@ def _server(service: str, parts: EdgeParts) -> grpc.aio.Server:
         log=parts.log,
         new_request_id=parts.new_request_id,
         max_request_bytes=parts.max_request_bytes,
+        gate=parts.gate,
     )
     return grpc.aio.server(
         interceptors=[interceptor], options=list(_options(parts.max_request_bytes).items())
@@ -164,7 +168,10 @@ def _options(max_request_bytes: int) -> dict[str, int]:
     }
 
 
-def _listen(server: grpc.aio.Server, service: str, address: str, parts: EdgeParts) -> Listener:
+def _listen(
+    server: grpc.aio.Server, service: str, address: str, parts: EdgeParts, tls: ServerTls | None = None
+) -> Listener:
+    credentials = tls.credentials() if tls else None
     health = HealthServicer([service])
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if parts.reflection:
@@ -172,7 +179,10 @@ def _listen(server: grpc.aio.Server, service: str, address: str, parts: EdgePart
     if why := _bind_failure(address):
         raise ListenError(f"cannot listen on {address}: {why}")
     try:
-        port = server.add_insecure_port(address)
+        if credentials:
+            port = server.add_secure_port(address, credentials)
+        else:
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ListenError(f"cannot listen on {address}: {error}") from error
     return Listener(server, health, service, port)
@@ -193,7 +203,7 @@ def _bind_failure(address: str) -> str:
     if errno.EADDRINUSE not in failures and None in failures:
         return ""
     code = errno.EADDRINUSE if errno.EADDRINUSE in failures else failures[0] or 0
-    return _BIND_ERRORS.get(code, os.strerror(code).lower())
+    return why_not_bound(code)
 
 
 def _try_to_bind(family: int, where: Any) -> int | None:

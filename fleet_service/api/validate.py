@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fleet.v1 import admin_service_pb2 as admin
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet.v1 import types_pb2 as types
+from fleet_service.addresses import is_name, split_name
 from fleet_service.api.errors import invalid_fields
 from fleet_service.domain.errors import FieldViolation
 
@@ -27,6 +28,7 @@ MAX_STOP_TOKENS = 64
 MAX_PAGE_SIZE = 1000
 MAX_PAGE_TOKEN_LENGTH = 512
 MAX_NOTE_LENGTH = 512
+MAX_BY_LENGTH = 128
 MAX_PROBED_NODES = 1024
 MAX_TEMPERATURE = 100.0
 HEAD_ID_PREFIX = "gen-"
@@ -96,6 +98,13 @@ class _Problems:
             self.add(field, "is required")
         else:
             self.optional_name(field, value)
+
+    def name_entry(self, field: str, value: str) -> None:
+        """dns:///name, with or without its port."""
+        try:
+            split_name(value)
+        except ValueError as error:
+            self.add(field, str(error))
 
     def known(self, field: str, value: int, values: Collection[int]) -> None:
         """An enum value of the contract."""
@@ -234,7 +243,11 @@ def check_generation_request(
 # AdminService
 
 NodeRequest = (
-    admin.GetNodeRequest | admin.RemoveNodeRequest | admin.CordonNodeRequest | admin.UncordonNodeRequest
+    admin.GetNodeRequest
+    | admin.RemoveNodeRequest
+    | admin.CordonNodeRequest
+    | admin.UncordonNodeRequest
+    | admin.DrainNodeRequest
 )
 
 
@@ -242,8 +255,13 @@ def check_node_request(request: NodeRequest) -> None:
     """A request about one node, by name or address."""
     problems = _Problems()
     problems.need_name("node", request.node)
-    if isinstance(request, admin.CordonNodeRequest) and len(request.note) > MAX_NOTE_LENGTH:
-        problems.add("note", f"must be at most {MAX_NOTE_LENGTH} characters")
+    if isinstance(request, admin.RemoveNodeRequest) and is_name(request.node):
+        problems.name_entry("node", request.node)
+    if isinstance(request, admin.CordonNodeRequest | admin.DrainNodeRequest):
+        if len(request.note) > MAX_NOTE_LENGTH:
+            problems.add("note", f"must be at most {MAX_NOTE_LENGTH} characters")
+        if len(request.by) > MAX_BY_LENGTH:
+            problems.add("by", f"must be at most {MAX_BY_LENGTH} characters")
     problems.done()
 
 
@@ -260,10 +278,14 @@ def check_probe_nodes(request: admin.ProbeNodesRequest) -> None:
 def check_add_node(request: admin.AddNodeRequest) -> None:
     problems = _Problems()
     problems.need_name("address", request.address)
-    if request.address:
+    if is_name(request.address):
+        problems.name_entry("address", request.address)
+    elif request.address:
         match = _HOST_PORT.fullmatch(request.address)
         if match is None or not 1 <= int(match["port"]) <= 65535:
-            problems.add("address", "must be host:port, like 10.0.0.7:8454 or [2001:db8::7]:8454")
+            problems.add(
+                "address", "must be host:port, like 10.0.0.7:8454 or [2001:db8::7]:8454, or dns:///name:port"
+            )
     problems.done()
 
 

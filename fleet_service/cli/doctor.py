@@ -15,7 +15,6 @@ from fleet.v1.admin_service_pb2 import (
     Node,
     NodeFeature,
     NodeProbe,
-    NodeState,
     ProbeNodesRequest,
 )
 from fleet_service.cli.findings import (
@@ -27,7 +26,17 @@ from fleet_service.cli.findings import (
     healthy,
     window,
 )
-from fleet_service.cli.options import ADMIN, CALLERS, Address, AdminAddress, AsJson, Timeout, examples
+from fleet_service.cli.node_text import kept_from_work, state_text
+from fleet_service.cli.options import (
+    ADMIN,
+    CALLERS,
+    Address,
+    AdminAddress,
+    AsJson,
+    Timeout,
+    credentials,
+    examples,
+)
 from fleet_service.cli.output import count, duration, enum_name, plain, print_json, tell
 from fleet_service.cli.running import FAILED, Head, run
 from fleet_service.client import CallError, FleetClient
@@ -58,7 +67,9 @@ def doctor(
 
 
 async def _examine(head: Head, callers_address: str, *, as_json: bool) -> int:
-    async with FleetClient(callers_address, head.address, connect_timeout_s=head.timeout_s) as client:
+    async with FleetClient(
+        callers_address, head.address, connect_timeout_s=head.timeout_s, credentials=credentials()
+    ) as client:
         # The list comes last: a state that is older than its probe would be hard to make sense of.
         probes, (callers, detail) = await asyncio.gather(
             client.ask(client.admin.ProbeNodes(ProbeNodesRequest(), timeout=head.timeout_s)),
@@ -67,7 +78,7 @@ async def _examine(head: Head, callers_address: str, *, as_json: bool) -> int:
         listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=head.timeout_s))
     by_address = {probe.address: probe for probe in probes.probes}
     seen = HeadSeen(callers, detail, listed.books_balance)
-    found = findings(seen, listed.nodes, by_address)
+    found = findings(seen, listed.nodes, by_address, listed.names)
     if as_json:
         print_json(_as_object(seen, listed, by_address, found))
     else:
@@ -135,11 +146,18 @@ def _field(title: str, text: str) -> str:
 
 
 def _facts(node: Node, probe: NodeProbe | None) -> Iterator[tuple[str, str]]:
-    state = enum_name(NodeState.DESCRIPTOR, node.state).lower()
-    yield "state", f"{state}, cordoned" if node.cordoned else state
+    yield "state", state_text(node)
+    if order := kept_from_work(node):
+        yield "order", order
     handshake = _handshake(node, probe)
     took = f" in {duration(probe.latency_ms)}" if probe is not None and handshake == "accepted" else ""
     yield "handshake", handshake.replace("_", " ") + took
+    seen = probe if probe is not None and probe.reachable else node
+    if seen.protocol_version:
+        yield "protocol", f"version {seen.protocol_version}"
+        proven = "proven by both" if seen.authenticated else "none: anybody can be this node, or its head"
+        yield "token", proven
+        yield "link", "TLS" if seen.encrypted else "not encrypted"
     if not node.incarnation:
         return  # never met: there is nothing to tell
     if node.HasField("report"):

@@ -8,15 +8,29 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fleet.v1.admin_service_pb2 import (
+    DRAIN_STATE_DRAINING,
     NODE_STATE_CONNECTING,
     NODE_STATE_DOWN,
     NODE_STATE_SUSPECT,
     NODE_STATE_UP,
+    DnsName,
     Node,
     NodeProbe,
 )
+from fleet_service.cli.node_text import kept_from_work
 from fleet_service.cli.output import count, duration
-from fleet_service.grpc_causes import CLOSED, NAME_NOT_FOUND, NO_ANSWER, REFUSED
+from fleet_service.grpc_causes import (
+    CERTIFICATE_EARLY,
+    CERTIFICATE_EXPIRED,
+    CERTIFICATE_NAME,
+    CERTIFICATE_UNKNOWN,
+    CLOSED,
+    NAME_NOT_FOUND,
+    NO_ANSWER,
+    NOT_TLS,
+    REFUSED,
+    TLS_FAILED,
+)
 from fleet_service.runtime.join_desk import JOINED_PREFIX
 
 _CONNECTING = "its first connection is being made"
@@ -29,6 +43,12 @@ _CONNECTION_ADVICE = {
     "cannot be looked up": "check the host name, or give the address in numbers",
     "no route to host": "check the address, and the way from the head's machine to it",
     "network is unreachable": "check the address, and the way from the head's machine to it",
+    CERTIFICATE_EXPIRED: "put a new certificate into the node's files: it reads them again without a restart",
+    CERTIFICATE_EARLY: "compare the clocks of head and node, or give the node a certificate of today",
+    CERTIFICATE_UNKNOWN: "name the CA that signed it in the head's setting node_tls.ca_file",
+    CERTIFICATE_NAME: "dial it by the name in its certificate, or set node_tls.server_name to that",
+    NOT_TLS: "give the node a certificate, or set the head's node_tls.enabled to false",
+    TLS_FAILED: "see that head and node agree on TLS; the node's log may say more",
     CLOSED: "see that head and node agree on TLS, and that it is a node's port; the node's log may say more",
     "did not answer the handshake": "the node hangs or is overloaded: see its log, and restart it",
 }
@@ -75,9 +95,11 @@ class HeadSeen:
     books_balance: bool
 
 
-def findings(head: HeadSeen, nodes: Sequence[Node], probes: Mapping[str, NodeProbe]) -> list[Finding]:
+def findings(
+    head: HeadSeen, nodes: Sequence[Node], probes: Mapping[str, NodeProbe], names: Sequence[DnsName] = ()
+) -> list[Finding]:
     """All there is to find, errors first. `probes` by the address dialed; a node may have none."""
-    found = [*_of_head(head, nodes), *_of_models(nodes)]
+    found = [*_of_head(head, nodes), *_of_names(names), *_of_models(nodes)]
     for node in nodes:
         found += _of_node(node, probes.get(node.address))
     # A stable sort: within a severity, the head comes first and the nodes follow in their order.
@@ -156,6 +178,26 @@ def _of_head(head: HeadSeen, nodes: Sequence[Node]) -> Iterator[Finding]:
         )
 
 
+def _of_names(names: Sequence[DnsName]) -> Iterator[Finding]:
+    for name in names:
+        if name.failure:
+            known = len(name.addresses)
+            kept = f"; {count(known, 'address')} known from before" if known else ""
+            yield Finding(
+                Severity.WARNING if known else Severity.ERROR,
+                "",
+                f"{name.name} cannot be looked up: {name.failure}{kept}",
+                "check the name, and the DNS that the head's machine asks",
+            )
+        if name.left_out:
+            yield Finding(
+                Severity.WARNING,
+                "",
+                f"{count(name.left_out, 'address')} of {name.name} left out by a limit",
+                "raise the head's setting links.max_addresses_per_name or head.max_nodes; its log says which",
+            )
+
+
 def _of_models(nodes: Sequence[Node]) -> Iterator[Finding]:
     """What nodes that serve the same model disagree about."""
     for name in sorted({model.name for node in nodes for model in node.models}):
@@ -194,12 +236,20 @@ def window(tokens: int) -> str:
 def _of_node(node: Node, probe: NodeProbe | None) -> Iterator[Finding]:
     yield from _of_connection(node, probe)
     if node.cordoned:
-        because = f": {node.cordon_note}" if node.cordon_note else ""
+        again = f"let work on it again with `fleet uncordon {node.name}`"
+        if node.HasField("drain") and node.drain.state == DRAIN_STATE_DRAINING:
+            do = f"see it with `fleet drain {node.name} --wait`, or {again}"
+        elif node.HasField("drain"):
+            do = f"stop it, or take it out with `fleet nodes remove {node.name}`, or {again}"
+        else:
+            do = again
+        yield Finding(Severity.NOTE, node.name, kept_from_work(node), do)
+    if node.unlisted:
         yield Finding(
             Severity.NOTE,
             node.name,
-            f"cordoned{because}",
-            f"let work on it again with `fleet uncordon {node.name}`",
+            f"no more listed by {node.found_by}, so it gets no new work",
+            "it is forgotten once it is down; see to the DNS where it is to stay",
         )
     if node.state == NODE_STATE_UP:
         yield from _of_what_it_says(node)

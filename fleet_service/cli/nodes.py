@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -9,14 +10,16 @@ import typer
 from fleet.v1.admin_service_pb2 import (
     AddNodeRequest,
     CordonNodeRequest,
+    DnsName,
     ListNodesRequest,
     Node,
     NodeProbe,
-    NodeState,
     ProbeNodesRequest,
     RemoveNodeRequest,
     UncordonNodeRequest,
 )
+from fleet_service.cli.drain import By, yourself
+from fleet_service.cli.node_text import kept_from_work, state_text
 from fleet_service.cli.options import (
     ADMIN,
     TIMEOUT_S,
@@ -30,7 +33,6 @@ from fleet_service.cli.output import (
     Column,
     count,
     duration,
-    enum_name,
     plain,
     print_json,
     print_table,
@@ -38,8 +40,12 @@ from fleet_service.cli.output import (
     tell,
 )
 from fleet_service.cli.running import FAILED, Head, run
+from fleet_service.cli.watch import watch
 
 NodeName = Annotated[str, typer.Argument(metavar="NODE", help="Name or address of the node.")]
+NodeOrName = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name or address of the node, or dns:///NAME:PORT.")
+]
 
 _NODE_COLUMNS = (
     Column("NODE"),
@@ -61,8 +67,12 @@ _PROBE_TIMEOUT_S = 30.0
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
-    group.callback(epilog=examples("fleet nodes", "fleet nodes --json", "fleet nodes probe"))(list_nodes)
-    group.command(epilog=examples("fleet nodes add 10.0.0.7:8454"))(add)
+    group.callback(
+        epilog=examples("fleet nodes", "fleet nodes --watch", "fleet nodes --json", "fleet nodes probe")
+    )(list_nodes)
+    group.command(
+        epilog=examples("fleet nodes add 10.0.0.7:8454", "fleet nodes add dns:///nodes.example:8454")
+    )(add)
     group.command(epilog=examples("fleet nodes remove node-a"))(remove)
     group.command(epilog=examples("fleet nodes probe", "fleet nodes probe node-a 10.0.0.7:8454"))(probe)
     app.add_typer(group, name="nodes")
@@ -73,14 +83,22 @@ def register(app: typer.Typer) -> None:
 def list_nodes(
     *,
     context: typer.Context,
+    watching: Annotated[
+        bool, typer.Option("--watch", help="Show them as they change, and what moves, until Ctrl-C.")
+    ] = False,
     admin_address: AdminAddress = ADMIN,
     as_json: AsJson = False,
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
     """Show the nodes, and add, remove or probe some."""
-    if context.invoked_subcommand is None:
-        head = Head.for_operators(admin_address, timeout)
+    if context.invoked_subcommand is not None:
+        return
+    head = Head.for_operators(admin_address, timeout)
+    if not watching:
         run(_list(head, as_json=as_json), head=head, as_json=as_json)
+        return
+    with suppress(KeyboardInterrupt):
+        run(watch(head, as_json=as_json), head=head, as_json=as_json)
 
 
 async def _list(head: Head, *, as_json: bool) -> None:
@@ -89,10 +107,13 @@ async def _list(head: Head, *, as_json: bool) -> None:
     if as_json:
         print_json(plain(reply))
         return
-    if not reply.nodes:
+    if not reply.nodes and not reply.names:
         say("the head has no nodes; add one with `fleet nodes add HOST:PORT`")
         return
-    _print_nodes(list(reply.nodes))
+    if reply.nodes:
+        _print_nodes(list(reply.nodes))
+    for name in reply.names:
+        tell(name_line(name))
     if not reply.books_balance:
         say("warning: reservations do not equal the work on the nodes; that is a fault of the head")
 
@@ -100,39 +121,52 @@ async def _list(head: Head, *, as_json: bool) -> None:
 def add(
     *,
     address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="Address to dial.", callback=node_address)
+        str,
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="Address to dial, or dns:///NAME:PORT for all addresses of a name.",
+            callback=node_address,
+        ),
     ],
     admin_address: AdminAddress = ADMIN,
     as_json: AsJson = False,
     timeout: Timeout = _PROBE_TIMEOUT_S,
 ) -> None:
-    """Take a node into the fleet; it may be down."""
+    """Take a node into the fleet, or all that a name has the addresses of; they may be down."""
     head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
         async with head.client() as client:
             request = AddNodeRequest(address=address)
             reply = await client.ask(client.admin.AddNode(request, timeout=timeout))
-        _show_node(reply.node, as_json=as_json)
+        if not reply.HasField("name"):
+            _show_node(reply.node, as_json=as_json)
+        elif as_json:
+            print_json(plain(reply.name))
+        else:
+            tell(name_line(reply.name))
 
     run(work(), head=head, as_json=as_json)
 
 
 def remove(
     *,
-    node: NodeName,
+    node: NodeOrName,
     admin_address: AdminAddress = ADMIN,
     as_json: AsJson = False,
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
-    """Take a node out of the fleet; what it runs goes on elsewhere."""
+    """Take a node out of the fleet, or a name and its nodes; what they run goes on elsewhere."""
     head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
         async with head.client() as client:
             reply = await client.ask(client.admin.RemoveNode(RemoveNodeRequest(node=node), timeout=timeout))
+        named = reply.HasField("name")
         if as_json:
-            print_json(plain(reply.node))
+            print_json(plain(reply.name if named else reply.node))
+        elif named:
+            typer.echo(f"removed {reply.name.name} and the nodes that only it lists")
         else:
             typer.echo(f"removed {reply.node.name} ({reply.node.address})")
 
@@ -171,6 +205,7 @@ def cordon(
     *,
     node: NodeName,
     note: Annotated[str, typer.Option("--note", help="Why, for others to read.")] = "",
+    by: By = None,
     admin_address: AdminAddress = ADMIN,
     as_json: AsJson = False,
     timeout: Timeout = TIMEOUT_S,
@@ -180,7 +215,7 @@ def cordon(
 
     async def work() -> None:
         async with head.client() as client:
-            request = CordonNodeRequest(node=node, note=note)
+            request = CordonNodeRequest(node=node, note=note, by=yourself() if by is None else by)
             reply = await client.ask(client.admin.CordonNode(request, timeout=timeout))
         _show_node(reply.node, as_json=as_json)
 
@@ -194,7 +229,7 @@ def uncordon(
     as_json: AsJson = False,
     timeout: Timeout = TIMEOUT_S,
 ) -> None:
-    """Let new work on a node again."""
+    """Let new work on a node again; ends a drain of it."""
     head = Head.for_operators(admin_address, timeout)
 
     async def work() -> None:
@@ -222,12 +257,11 @@ def _print_nodes(nodes: list[Node]) -> None:
 
 
 def _node_row(node: Node) -> tuple[str, ...]:
-    state = enum_name(NodeState.DESCRIPTOR, node.state).lower()
     total = node.report.kv_blocks_total
     return (
         node.name,
         node.address,
-        f"{state}, cordoned" if node.cordoned else state,
+        state_text(node),
         ", ".join(model.name for model in node.models) or "-",
         f"{node.running}/{node.lanes}",
         str(node.queued),
@@ -238,13 +272,29 @@ def _node_row(node: Node) -> tuple[str, ...]:
 
 
 def _note(node: Node) -> str:
-    parts = [node.state_detail, node.cordon_note]
+    parts = [node.state_detail, kept_from_work(node)]
+    if node.unlisted:
+        parts.append(f"no new work: no more listed by {node.found_by}")
     if node.reports_stale:
         parts.append("reports are stale")
     if node.outbox:
         parts.append(f"owed {count(node.outbox, 'revoke')}")
     parts += [f"{count} x {name}" for name, count in sorted(node.failures.items()) if count]
     return "; ".join(part for part in parts if part)
+
+
+def name_line(name: DnsName) -> str:
+    """A name, how many addresses it has and what became of them, and why it could not be looked up."""
+    parts = [count(len(name.addresses), "address")]
+    if name.other_ways:
+        parts.append(f"{len(name.other_ways)} lead to nodes connected by another one")
+    if name.removed:
+        parts.append(f"{len(name.removed)} removed")
+    if name.left_out:
+        parts.append(f"{name.left_out} left out, by a limit")
+    if name.failure:
+        parts.append(f"not looked up: {name.failure}")
+    return f"{name.name}: {'; '.join(parts)}"
 
 
 def _probe_row(found: NodeProbe) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, NODE_PORT, split_address
+from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, node_entry, split_address
 from fleet_service.client import DEFAULT_ADMIN_ADDRESS, DEFAULT_CALLERS_ADDRESS
+from fleet_service.credentials import Credentials
 
 
 def _whole(text: str, usual_port: int) -> str:
@@ -28,8 +31,11 @@ def _operators(text: str) -> str:
 
 
 def node_address(text: str) -> str:
-    """HOST:PORT of a node, with its usual port where none is named; BadParameter says what is wrong."""
-    return _whole(text, NODE_PORT)
+    """HOST:PORT of a node or dns:///NAME:PORT, with the usual port where none is named; or BadParameter."""
+    try:
+        return node_entry(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} {error}") from None
 
 
 Address = Annotated[
@@ -52,12 +58,50 @@ AdminAddress = Annotated[
         help="Where the head listens for operators.",
     ),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--access-token-file",
+        envvar="FLEET_ACCESS_TOKEN_FILE",
+        metavar="FILE",
+        help="Your access token, for a head that asks who calls.",
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        envvar="FLEET_TLS_CA",
+        metavar="FILE",
+        help="Call with TLS; what signed the head's certificate.",
+    ),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option("--tls-cert", envvar="FLEET_TLS_CERT", metavar="FILE", help="Your own certificate."),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option("--tls-key", envvar="FLEET_TLS_KEY", metavar="FILE", help="Its key.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="How long to wait.")]
 
 CALLERS = DEFAULT_CALLERS_ADDRESS
 ADMIN = DEFAULT_ADMIN_ADDRESS
 TIMEOUT_S = 10.0
+
+
+_shown: ContextVar[Credentials] = ContextVar("credentials")
+
+
+def show(credentials: Credentials) -> None:
+    """What the command about to run shows the head."""
+    _shown.set(credentials)
+
+
+def credentials() -> Credentials:
+    """What the command shows the head, as given before its name or in the environment."""
+    return _shown.get(Credentials())
 
 
 def examples(*commands: str) -> str:

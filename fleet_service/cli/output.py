@@ -138,8 +138,10 @@ def _write_line(stream: TextIO, text: str, *, wrap: bool) -> None:
 
 
 def count(number: int, word: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """1 token, 2 tokens, 2 addresses."""
+    if number == 1:
+        return f"1 {word}"
+    return f"{number} {word}{'es' if word.endswith('s') else 's'}"
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -7,8 +7,21 @@ from typing import Annotated
 import typer
 
 from fleet_service import __version__
-from fleet_service.cli import doctor, explain, generate, nodes, serve, sessions
-from fleet_service.cli.options import examples
+from fleet_service.cli import (
+    access,
+    conformance,
+    doctor,
+    drain,
+    explain,
+    generate,
+    nodes,
+    serve,
+    sessions,
+    token,
+)
+from fleet_service.cli.options import TlsCa, TlsCert, TlsKey, TokenFile, examples, show
+from fleet_service.credentials import Credentials
+from fleet_service.tls import ClientTls
 
 app = typer.Typer(
     name="fleet",
@@ -24,14 +37,17 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 serve.register(app)
 nodes.register(app)
+drain.register(app)
 sessions.register(app)
 generate.register(app)
 explain.register(app)
 doctor.register(app)
+conformance.register(app)
+token.register(app)
+access.register(app)
 
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it so
@@ -43,8 +59,13 @@ def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it so
 @app.callback()
 def _fleet(
     *,
-    version: Annotated[  # its callback does the work
+    access_token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    tls = ClientTls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert or tls_key else None
+    show(Credentials(access_token_file, tls))

@@ -12,9 +12,10 @@ from typing import Any, NoReturn, Self
 import grpc
 import typer
 
-from fleet_service.cli.options import TIMEOUT_S
+from fleet_service.cli.options import TIMEOUT_S, credentials
 from fleet_service.cli.output import say
 from fleet_service.client import CallError, FleetClient, NoAnswerError, UnreachableError
+from fleet_service.credentials import CredentialsError
 from fleet_service.grpc_causes import NOT_GRPC, connection_cause
 
 FAILED = 1
@@ -37,6 +38,8 @@ _ADVICE = {
     "FLEET_SATURATED": "try again later, or add nodes with `fleet nodes add HOST:PORT`",
     "NODE_NOT_FOUND": "see the names and addresses with `fleet nodes`",
     "HEAD_DRAINING": "try again once the head is back, or ask another",
+    "CREDENTIALS_REFUSED": "give your access token with `fleet --access-token-file FILE ...`",
+    "PERMISSION_DENIED": "use a token that has the permission; `fleet access list` shows who has it",
     "GENERATION_NOT_FOUND": "it is no longer kept, or the head was restarted; ask again",
 }
 
@@ -62,13 +65,17 @@ class Head:
 
     def client(self) -> FleetClient:
         """A client that goes on connecting for as long as its user wants to wait."""
-        return FleetClient(self.address, self.address, connect_timeout_s=self.timeout_s)
+        return FleetClient(
+            self.address, self.address, connect_timeout_s=self.timeout_s, credentials=credentials()
+        )
 
 
 def run(work: Coroutine[Any, Any, int | None], *, head: Head, as_json: bool = False) -> None:
     """Run a command to its end. Raises typer.Exit with the code when that is not 0."""
     try:
         code = asyncio.run(work)
+    except CredentialsError as error:
+        fail(str(error), WRONG_USE)
     except CallError as error:
         report(error, head=head, as_json=as_json)
         raise typer.Exit(FAILED) from None

@@ -34,7 +34,10 @@ ConfigFile = Annotated[
 Nodes = Annotated[
     list[str] | None,
     typer.Option(
-        "--node", metavar="HOST:PORT", help="A node to connect to; repeatable.", show_default="none"
+        "--node",
+        metavar="HOST:PORT",
+        help="A node to connect to, or dns:///NAME:PORT for all of a name; repeatable.",
+        show_default="none",
     ),
 ]
 Listen = Annotated[
@@ -57,9 +60,39 @@ JoinListen = Annotated[
     typer.Option(
         "--join-listen",
         metavar="HOST:PORT",
-        help="Address for nodes that dial in, on loopback.",
+        help="Address for nodes that dial in.",
         show_default="none",
     ),
+]
+MetricsListen = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics-listen",
+        metavar="HOST:PORT",
+        help="Address for Prometheus, at /metrics; 8458 by custom.",
+        show_default="none",
+    ),
+]
+PageListen = Annotated[
+    str | None,
+    typer.Option(
+        "--page-listen",
+        metavar="HOST:PORT",
+        help="Address for the operators' web page; 8459 by custom.",
+        show_default="none",
+    ),
+]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="The fleet token, as `fleet token` makes it, which nodes must know.",
+        show_default="none",
+    ),
+]
+NoAuth = Annotated[
+    bool, typer.Option("--insecure-no-auth", help="Listen beyond this machine without a fleet token.")
 ]
 Policy = Annotated[
     str | None,
@@ -96,7 +129,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "fleet serve --node 127.0.0.1:8454",
             "fleet serve --config fleet.toml --set head.silence_s=3",
-            "FLEET_NODES=10.0.0.7,10.0.0.8 fleet serve --listen 0.0.0.0:8455",
+            "FLEET_NODES=10.0.0.7,10.0.0.8 fleet serve --token-file token --listen 0.0.0.0:8455",
         ),
     )(serve)
     app.command(
@@ -115,6 +148,10 @@ def serve(  # noqa: PLR0913 - one argument per option
     listen: Listen = None,
     admin_listen: AdminListen = None,
     join_listen: JoinListen = None,
+    metrics_listen: MetricsListen = None,
+    page_listen: PageListen = None,
+    token_file: TokenFile = None,
+    insecure_no_auth: NoAuth = False,
     policy: Policy = None,
     shutdown_grace: Grace = None,
     log_level: LogLevel = None,
@@ -135,6 +172,10 @@ def serve(  # noqa: PLR0913 - one argument per option
             listen__callers=("--listen", listen),
             listen__admin=("--admin-listen", admin_listen),
             listen__join=("--join-listen", join_listen),
+            listen__metrics=("--metrics-listen", metrics_listen),
+            listen__page=("--page-listen", page_listen),
+            token_file=("--token-file", token_file),
+            insecure_no_auth=("--insecure-no-auth", insecure_no_auth or None),
             head__policy=("--policy", policy),
             shutdown_grace_s=("--shutdown-grace", shutdown_grace),
             log__level=("--log-level", log_level),
@@ -143,10 +184,12 @@ def serve(  # noqa: PLR0913 - one argument per option
         ),
         others,
     )
-    from fleet_service.app import StartError, run
+    from fleet_service.app import CredentialsError, StartError, run
 
     try:
         run(loaded.config, announce=typer.echo)
+    except CredentialsError as error:
+        fail(str(error), WRONG_USE)
     except StartError as error:
         fail(str(error), FAILED)
 

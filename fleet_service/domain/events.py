@@ -32,6 +32,7 @@ class MoveCause(Enum):
     NO_ROOM = "NO_ROOM"
     REBALANCED = "REBALANCED"
     NODE_REMOVED = "NODE_REMOVED"
+    DRAIN = "DRAIN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. `first_token_s` counts from acceptance; None when there was no token."""
+    """Seconds. The first and the last token's count from acceptance; None when there was no token."""
 
     queued_s: float
     first_token_s: float | None
     total_s: float
     longest_gap_s: float
+    last_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

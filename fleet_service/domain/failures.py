@@ -40,6 +40,7 @@ class FailureClass(Enum):
     EVICTED = "evicted"
     REBALANCED = "rebalanced"
     REMOVED = "removed"
+    DRAINED = "drained"
     NO_ANSWER = "no_answer"
 
 
@@ -94,6 +95,8 @@ FAILURE_RULES: dict[FailureClass, FailureRule] = {
         MoveCause.NODE_SILENT, False, False, keeps_binding=True, avoid=Avoid.PREFER_OTHERS
     ),
     FailureClass.REMOVED: FailureRule(MoveCause.NODE_REMOVED, False, False),
+    # Its node is being drained, and another one has kept a place for it.
+    FailureClass.DRAINED: FailureRule(MoveCause.DRAIN, False, False),
 }
 
 _OF_REFUSAL: dict[RefusalCode, FailureClass] = {
@@ -115,7 +118,8 @@ class Failure:
     """An attempt's end that did not end its generation.
 
     `window_tokens` is the refusing node's window with CONTEXT_TOO_LONG, else 0. `same_run_is_back`: the link
-    broke, and the same incarnation of the node was there again at once. `detail` is for logs.
+    broke, and the same incarnation of the node was there again at once. `node_left`: it had said that it is
+    being stopped, so that nothing about this speaks against the request. `detail` is for logs.
     """
 
     kind: FailureClass
@@ -124,6 +128,7 @@ class Failure:
     window_tokens: int = 0
     retry_after_s: float = 0.0
     same_run_is_back: bool = False
+    node_left: bool = False
 
     @property
     def rule(self) -> FailureRule:
@@ -194,9 +199,9 @@ class AttemptBudget:
         if index > self._index:
             self._progress(index)
         rule = failure.rule
-        if rule.counts_as_attempt:
+        if rule.counts_as_attempt and not failure.node_left:
             self._without_progress += 1
-        lost = rule.loses_node and not failure.same_run_is_back
+        lost = rule.loses_node and not failure.same_run_is_back and not failure.node_left
         if lost:
             self._losses += 1
         if failure.kind is FailureClass.ENGINE_ERROR:

@@ -64,6 +64,10 @@ class NodeHello:
     features: frozenset[Feature] = frozenset()
     max_message_bytes: int = 16 * 1024 * 1024
     highest_epoch: int = 0
+    authenticated: bool = False
+    """Head and node have proven to each other that they know the fleet token."""
+    encrypted: bool = False
+    """The link is TLS."""
 
 
 IDENTITY = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -253,7 +253,9 @@ def model(message: types_pb2.Model) -> ModelInfo:
     )
 
 
-def hello(message: node_service_pb2.HandshakeResponse) -> NodeHello:
+def hello(
+    message: node_service_pb2.HandshakeResponse, *, authenticated: bool = False, encrypted: bool = False
+) -> NodeHello:
     """Features of a later version are left out: the head could not use them."""
     return NodeHello(
         identity=message.identity,
@@ -265,4 +267,6 @@ def hello(message: node_service_pb2.HandshakeResponse) -> NodeHello:
         features=frozenset(FEATURES[each] for each in message.features if each in FEATURES),
         max_message_bytes=message.max_message_bytes or DEFAULT_MESSAGE_BYTES,
         highest_epoch=message.highest_epoch,
+        authenticated=authenticated,
+        encrypted=encrypted,
     )

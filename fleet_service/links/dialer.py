@@ -47,10 +47,11 @@ class FleetDialer:
         Refused connections fail at once, silent ones within `connect_timeout_s`.
         """
         due_s = asyncio.get_running_loop().time() + self._settings.handshake_timeout_s
-        channel, hello = await self._plain.dial(address, introduction)
+        dialed = await self._plain.dial(address, introduction)
+        hello = dialed.hello
         if not self._settings.multiplexed or Feature.LINK not in hello.features:
-            return PlainLink(channel, address, introduction, hello, listener, self._settings)
-        stream = DialedStream(channel)
+            return PlainLink(dialed, address, introduction, listener, self._settings)
+        stream = DialedStream(dialed.channel, encrypted=self._settings.tls is not None)
         try:
             link_hello = await self._greet(stream, address, introduction, due_s)
             if (link_hello.identity, link_hello.incarnation) != (hello.identity, hello.incarnation):
@@ -69,7 +70,7 @@ class FleetDialer:
     ) -> NodeHello:
         try:
             async with asyncio.timeout_at(due_s):
-                answer = await shake_hands(stream, introduction, self._settings.report_period_s, address)
+                answer = await shake_hands(stream, introduction, self._settings, address)
         except TimeoutError:
             raise LinkTimeoutError(f"{address} answered the handshake but opened no link in time") from None
         except NodeFaultError as error:
@@ -77,7 +78,9 @@ class FleetDialer:
                 f"{address} announces a multiplexed link but serves none: upgrade the node, or set"
                 f" links.multiplexed to false ({error})"
             ) from error
-        return convert.hello(answer)
+        return convert.hello(
+            answer, authenticated=self._settings.token is not None, encrypted=stream.encrypted
+        )
 
 
 class DialedStream:
@@ -87,7 +90,8 @@ class DialedStream:
     not, so the link ends with the connection. It also ends when the node says that it takes no more calls.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, encrypted: bool = False) -> None:
+        self.encrypted = encrypted
         self._channel = channel
         stub: LinkServiceAsyncStub = link_service_pb2_grpc.LinkServiceStub(channel)
         self._call = stub.Link()

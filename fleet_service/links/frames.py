@@ -11,11 +11,15 @@ from typing import Final, Protocol
 from fleet.v1 import link_pb2, node_service_pb2
 from fleet_service.domain.commands import Introduction
 from fleet_service.links import convert
+from fleet_service.links.settings import LinkSettings
 from fleet_service.links.status import refusal_advice
 from fleet_service.runtime.protocols import HandshakeRefusedError, LinkLostError, NodeFaultError
+from fleet_service.token import NONCE_BYTES, FleetToken
 
 FRAMES_BEFORE_HELLO = 16
 """Frames of unknown types that a node may send before its hello."""
+
+TOKEN_REFUSED = "FLEET_TOKEN_REFUSED"  # noqa: S105 - a reason of errors.proto
 
 _FROM_NODE: Final = frozenset(
     {link_pb2.FRAME_TYPE_HELLO, link_pb2.FRAME_TYPE_REFUSED, link_pb2.FRAME_TYPE_NEWS}
@@ -34,6 +38,10 @@ class FrameStream(Protocol):
 
     async def close(self) -> None:
         """Drop the stream; whoever sends or receives on it is told so by an error."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it is TLS."""
 
 
 class ProtocolViolationError(NodeFaultError):
@@ -60,14 +68,28 @@ def is_news(frame: link_pb2.NodeFrame) -> bool:
 
 
 async def shake_hands(
-    stream: FrameStream, introduction: Introduction, report_period_s: float, peer: str
+    stream: FrameStream, introduction: Introduction, settings: LinkSettings, peer: str
 ) -> node_service_pb2.HandshakeResponse:
-    """Say hello and await the node's. The head speaks first, whoever dialed.
+    """Say hello and await the node's, and prove to each other to know the fleet token where there is one.
 
-    `peer` names the node in texts. Raises HelloError, also for a peer that breaks the contract,
-    and what the stream raises. The time is the caller's to bound.
+    The head speaks first, whoever dialed. `peer` names the node in texts. Raises HelloError, also for a peer
+    that breaks the contract, and what the stream raises. The time is the caller's to bound.
     """
-    hello = convert.link_hello(introduction, report_period_s)
+    hello = convert.link_hello(introduction, settings.report_period_s)
+    token = settings.token
+    hello.nonce = token.new_nonce() if token else b""
+    answer = await _exchange_hellos(stream, hello, peer)
+    check_answer(answer, peer)
+    if token:
+        check_proof(token, hello.nonce, answer, peer)
+        proof = token.proof(hello.nonce, answer.nonce)
+        await stream.send(link_pb2.HeadFrame(type=link_pb2.FRAME_TYPE_PROOF, proof=proof))
+    return answer
+
+
+async def _exchange_hellos(
+    stream: FrameStream, hello: node_service_pb2.HandshakeRequest, peer: str
+) -> node_service_pb2.HandshakeResponse:
     await stream.send(link_pb2.HeadFrame(type=link_pb2.FRAME_TYPE_HELLO, hello=hello))
     for _ in range(FRAMES_BEFORE_HELLO):
         frame = await stream.receive()
@@ -76,7 +98,6 @@ async def shake_hands(
         if frame.type == link_pb2.FRAME_TYPE_HELLO:
             if not frame.HasField("hello"):
                 raise HelloError(f"{peer} sent a hello without a body: is it a fleet node?")
-            check_answer(frame.hello, peer)
             return frame.hello
         if frame.type == link_pb2.FRAME_TYPE_REFUSED:
             raise HelloError(_refusal_text(frame.refused, peer), frame.refused.reason[:64])
@@ -101,6 +122,23 @@ def check_answer(answer: node_service_pb2.HandshakeResponse, peer: str) -> None:
     if not answer.identity or not answer.incarnation:
         raise HelloError(
             f"{peer} gave no identity or incarnation: a node must name itself and each run of its process"
+        )
+
+
+def check_proof(
+    token: FleetToken, nonce: bytes, answer: node_service_pb2.HandshakeResponse, peer: str
+) -> None:
+    """Raises HelloError when a node does not prove that it knows the fleet token. `nonce`: the head's."""
+    if not answer.proof:
+        raise HelloError(
+            f"{peer} was refused the handshake: start it with the head's token file, --token-file"
+            " (it has no fleet token)",
+            TOKEN_REFUSED,
+        )
+    if len(answer.nonce) != NONCE_BYTES or not token.accepts(answer.proof, nonce, answer.nonce):
+        raise HelloError(
+            f"{peer} was refused the handshake: give both the same fleet token (it has another)",
+            TOKEN_REFUSED,
         )
 
 

@@ -87,5 +87,8 @@ class JoinDoor:
 
     async def _shake_hands(self, stream: FrameStream, peer: str) -> MuxLink:
         introduction = self._introduce()
-        answer = await shake_hands(stream, introduction, self._settings.report_period_s, peer)
-        return MuxLink(stream, peer, introduction, convert.hello(answer), self._settings)
+        answer = await shake_hands(stream, introduction, self._settings, peer)
+        hello = convert.hello(
+            answer, authenticated=self._settings.token is not None, encrypted=stream.encrypted
+        )
+        return MuxLink(stream, peer, introduction, hello, self._settings)

@@ -286,6 +286,7 @@ class MuxLink:
                 self._listener.on_sign()
                 if is_news(frame):
                     self._take(frame)
+            self._listener.on_leaving()
             error = LinkLostError("the node ended the link")
         except LinkError as failure:
             error = failure
@@ -296,6 +297,8 @@ class MuxLink:
 
     def _take(self, frame: link_pb2.NodeFrame) -> None:
         """Replies, then steps, then events. Raises ProtocolViolationError."""
+        if frame.leaving:
+            self._listener.on_leaving()
         for reply in frame.replies:
             self._take_reply(reply)
         if frame.events:
@@ -377,6 +380,9 @@ class _KeptNews:
     def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
         self._report = report
         self._models = models or self._models
+
+    def on_leaving(self) -> None:
+        return
 
     def on_lost(self, error: LinkError) -> None:
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -23,7 +24,7 @@ from fleet_service.domain.commands import (
 )
 from fleet_service.domain.node_types import NodeHello
 from fleet_service.links import convert
-from fleet_service.links.frames import check_answer
+from fleet_service.links.frames import check_answer, check_proof
 from fleet_service.links.plain_run import PlainRun
 from fleet_service.links.settings import LinkSettings
 from fleet_service.links.status import handshake_error, link_error
@@ -35,6 +36,8 @@ from fleet_service.runtime.protocols import (
     NodeFaultError,
     RunSink,
 )
+from fleet_service.tls import TlsError
+from fleet_service.token import PROOF_KEY
 
 _log = structlog.get_logger(__name__)
 
@@ -45,8 +48,18 @@ _Answer = (
     | node_service_pb2.CancelResponse
     | node_service_pb2.RevokeResponse
 )
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialed:
+    """A connection to a node that has shaken hands. `proof` of the fleet token goes with every call."""
+
+    channel: grpc.aio.Channel
+    hello: NodeHello
+    proof: Metadata
 
 
 class PlainDialer:
@@ -60,14 +73,16 @@ class PlainDialer:
 
         Refused connections fail at once, silent ones within `connect_timeout_s`.
         """
-        channel, hello = await self.dial(address, introduction)
-        return PlainLink(channel, address, introduction, hello, listener, self._settings)
+        return PlainLink(
+            await self.dial(address, introduction), address, introduction, listener, self._settings
+        )
 
-    async def dial(self, address: str, introduction: Introduction) -> tuple[grpc.aio.Channel, NodeHello]:
+    async def dial(self, address: str, introduction: Introduction) -> Dialed:
         """A channel to the node, which has shaken hands. Raises as `connect`."""
         channel = self._channel(address)
         try:
-            return channel, await self._handshake(channel, address, introduction)
+            hello, proof = await self._handshake(channel, address, introduction)
+            return Dialed(channel, hello, proof)
         except BaseException:
             await channel.close()
             raise
@@ -76,29 +91,44 @@ class PlainDialer:
         """Dial and shake hands only, on a connection of its own. Raises as `connect`."""
         channel = self._channel(address)
         try:
-            return await self._handshake(channel, address, introduction)
+            hello, _ = await self._handshake(channel, address, introduction)
+            return hello
         finally:
             await channel.close()
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(address, options=self._settings.channel_options())
+        try:
+            return self._settings.channel(address)
+        except TlsError as error:
+            raise HandshakeRefusedError(f"{address} is not dialed: {error}") from error
 
     async def _handshake(
         self, channel: grpc.aio.Channel, address: str, introduction: Introduction
-    ) -> NodeHello:
+    ) -> tuple[NodeHello, Metadata]:
+        """What the node says of itself, and what proves the head to it with every further call."""
         stub = node_service_pb2_grpc.NodeServiceStub(channel)
+        request, token = convert.handshake_request(introduction), self._settings.token
+        request.nonce = token.new_nonce() if token else b""
         try:
-            answer = await stub.Handshake(
-                convert.handshake_request(introduction), timeout=self._settings.handshake_timeout_s
-            )
+            answer = await stub.Handshake(request, timeout=self._settings.handshake_timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise handshake_error(error, address, self._settings.connect_timeout_s) from error
+            raise handshake_error(
+                error,
+                address,
+                self._settings.connect_timeout_s,
+                encrypted=self._settings.tls is not None,
+            ) from error
         if not isinstance(answer, node_service_pb2.HandshakeResponse):
             raise HandshakeRefusedError(
                 f"{address} answered the handshake with what is no HandshakeResponse: is it a fleet node?"
             )
         check_answer(answer, address)
-        return convert.hello(answer)
+        proof: Metadata = ()
+        if token:
+            check_proof(token, request.nonce, answer, address)
+            proof = ((PROOF_KEY, request.nonce + token.proof(request.nonce, answer.nonce)),)
+        encrypted = self._settings.tls is not None
+        return convert.hello(answer, authenticated=token is not None, encrypted=encrypted), proof
 
 
 class PlainLink:
@@ -111,18 +141,18 @@ class PlainLink:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        dialed: Dialed,
         address: str,
         introduction: Introduction,
-        hello: NodeHello,
         listener: LinkListener,
         settings: LinkSettings,
     ) -> None:
-        self._channel = channel
-        self._stub = node_service_pb2_grpc.NodeServiceStub(channel)
+        self._channel = dialed.channel
+        self._stub = node_service_pb2_grpc.NodeServiceStub(dialed.channel)
+        self._proof = dialed.proof
         self._address = address
         self._introduction = introduction
-        self._hello = hello
+        self._hello = dialed.hello
         self._listener = listener
         self._settings = settings
         self._gone = False
@@ -178,7 +208,7 @@ class PlainLink:
         if self._takes_calls():
             call = self._stub.Generate(
                 convert.generate_request(command, self._introduction),
-                metadata=tuple(command.carrier.items()),
+                metadata=(*command.carrier.items(), *self._proof),
             )
         run = PlainRun(
             call,
@@ -208,7 +238,7 @@ class PlainLink:
         task = asyncio.current_task()
         cancels_before = 0 if task is None else task.cancelling()
         try:
-            answer = await method(request, timeout=self._settings.command_timeout_s)
+            answer = await method(request, timeout=self._settings.command_timeout_s, metadata=self._proof)
         except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
             # gRPC shows a call cancelled by its own task, and one whose channel was closed, in either way.
             if task is not None and task.cancelling() > cancels_before:
@@ -270,17 +300,20 @@ class PlainLink:
 
     async def _relay_reports(self) -> LinkError:
         call = self._stub.WatchStatus(
-            convert.watch_request(self._introduction, self._settings.report_period_s)
+            convert.watch_request(self._introduction, self._settings.report_period_s), metadata=self._proof
         )
         while True:
             message = await call.read()
             if self._closed:
                 return LinkLostError("WatchStatus: the link was closed")
             if message is grpc.aio.EOF:
+                self._listener.on_leaving()
                 return LinkLostError("WatchStatus: the node ended its status stream")
             if not isinstance(message, node_service_pb2.WatchStatusResponse):
                 return NodeFaultError("WatchStatus: a message could not be decoded")
             self._listener.on_sign()
+            if message.leaving:
+                self._listener.on_leaving()
             if message.HasField("report"):
                 models = tuple(convert.model(each) for each in message.models)
                 self._listener.on_report(convert.report(message.report), models)

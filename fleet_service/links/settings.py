@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import grpc
+
 from fleet_service.links import convert
+from fleet_service.tls import ClientTls
+from fleet_service.token import FleetToken
 
 # How far a node may run ahead of the head in one stream.
 _LOOKAHEAD_BYTES = 32 * 1024
@@ -15,7 +19,8 @@ _RECONNECT_BACKOFF_MS = 100
 class LinkSettings:
     """How links are made and watched. `handshake_timeout_s` counts from the dial on, connecting included.
 
-    `multiplexed`: nodes that announce LINK are served over one stream.
+    `multiplexed`: nodes that announce LINK are served over one stream. `token`: what head and node prove
+    to each other to know; None = nothing. `tls`: for nodes that are dialed; None = without.
     """
 
     connect_timeout_s: float = 5.0
@@ -27,6 +32,15 @@ class LinkSettings:
     ping_timeout_s: float = 5.0
     max_message_bytes: int = convert.DEFAULT_MESSAGE_BYTES
     multiplexed: bool = True
+    token: FleetToken | None = None
+    tls: ClientTls | None = None
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to a node, with the certificates of now. Raises TlsError."""
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=self.channel_options())
+        options = [*self.channel_options(), *self.tls.channel_options()]
+        return grpc.aio.secure_channel(address, self.tls.credentials(), options=options)
 
     def channel_options(self) -> list[tuple[str, int]]:
         """Arguments of a channel to a node."""

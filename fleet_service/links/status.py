@@ -52,7 +52,9 @@ def link_error(error: grpc.aio.AioRpcError, what: str) -> LinkError:
     return kind(f"{what}: {_text(error)}")
 
 
-def handshake_error(error: grpc.aio.AioRpcError, address: str, connect_timeout_s: float) -> LinkError:
+def handshake_error(
+    error: grpc.aio.AioRpcError, address: str, connect_timeout_s: float, *, encrypted: bool
+) -> LinkError:
     """The error for a dial or handshake that failed: lost, timed out, or refused with advice."""
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -67,7 +69,8 @@ def handshake_error(error: grpc.aio.AioRpcError, address: str, connect_timeout_s
         if cause == NO_ANSWER:
             cause = f"no answer within {connect_timeout_s:g} s"
         elif cause == CLOSED:
-            cause = f"{cause} at once, as a node with TLS does"
+            what = "that takes no such certificate of the head" if encrypted else "with TLS"
+            cause = f"{cause} at once, as a node {what} does"
         return LinkLostError(f"cannot connect to {address}: {cause}", refused=refused)
     advice = _REASON_ADVICE.get(_reason(error)) or _CODE_ADVICE.get(code) or "see the node's log"
     return HandshakeRefusedError(f"{address} refused the handshake: {advice} ({_text(error)})")

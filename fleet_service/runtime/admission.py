@@ -15,14 +15,23 @@ import structlog
 from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, term_of
 from fleet_service.domain.node_types import NodeHello, unacceptable
 from fleet_service.runtime.fleet import Fleet
-from fleet_service.runtime.join_desk import JOINED_PREFIX
+from fleet_service.runtime.join_desk import JOINED_PREFIX, joined_address
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.protocols import HandshakeRefusedError, JoinRefusedError, LinkError
+from fleet_service.runtime.protocols import (
+    HandshakeRefusedError,
+    JoinRefusedError,
+    LinkError,
+    LinkTimeoutError,
+    NodeLink,
+)
 
 log = structlog.get_logger(__name__)
 
 CHALLENGE_S = 1.0
 """How long the node that has an identity gets to show that it lives."""
+
+CONFIRM_S = 0.1
+"""How long the head must have run after that, and heard nothing, before it calls the node silent."""
 
 MAX_BARRED = 10_000
 """Incarnations remembered as replaced, the oldest going first."""
@@ -54,7 +63,8 @@ class Admission:
         self._barred: OrderedDict[str, None] = OrderedDict()
 
     async def admit(self, node: Node, hello: NodeHello) -> None:
-        """`node` said hello on a new link. Raises HandshakeRefusedError."""
+        """`node` said hello on a new link, and is `arriving` from here on. Raises HandshakeRefusedError."""
+        node.other_way_to = ""
         refused = self._unfit(node, hello) or await self._contest(node, hello)
         if refused is not None:
             raise HandshakeRefusedError(refused)
@@ -64,6 +74,7 @@ class Admission:
         if other is not None and other is not node:
             self._hand_over(other, node)
         self._fleet.rename(node, hello.identity)
+        node.arriving = hello
 
     async def receive(self, hello: NodeHello) -> None:
         """A node has dialed in. Makes it known, or raises JoinRefusedError."""
@@ -76,7 +87,8 @@ class Admission:
         holder = self._fleet.named(hello.identity)
         if holder is not None and holder.address.startswith(JOINED_PREFIX):
             return
-        joined = self._add_joined(hello.identity)
+        # It may have dialed in before, and since then have been at an address that is dialed.
+        joined = self._fleet.at(joined_address(hello.identity)) or self._add_joined(hello.identity)
         if holder is not None:
             self._hand_over(holder, joined)
         self._fleet.rename(joined, hello.identity)
@@ -101,35 +113,56 @@ class Admission:
 
     async def _contest(self, newcomer: Node | None, hello: NodeHello) -> str | None:
         """Why the newcomer may not have its identity; None when it may, and then nobody else has."""
-        if hello.incarnation in self._barred:
-            return (
-                f"this run of node {hello.identity} was silent and has been replaced by another; restart it"
-            )
-        holder = self._fleet.named(hello.identity)
-        if holder is None or holder is newcomer or holder.link is None or holder.hello is None:
-            return None
-        if holder.hello.incarnation == hello.incarnation:
-            if newcomer is None and holder.address.startswith(JOINED_PREFIX):
-                self._drop_link(holder, "the node dialed in anew")
+        while True:
+            if hello.incarnation in self._barred:
+                return f"this run of node {hello.identity} was silent and has been replaced; restart it"
+            holder = self._fleet.named(hello.identity)
+            if holder is None or holder is newcomer:
                 return None
-            return f"node {hello.identity} is connected already, as {holder.address}; use one of the two ways"
-        if await self._lives(holder):
-            return (
-                f"identity {hello.identity} is in use by a living node at {holder.address}; "
-                "give this one another with --identity, or stop the other"
-            )
-        self._bar(holder)
-        return None
+            dials_in_again = newcomer is None and holder.address.startswith(JOINED_PREFIX)
+            said, link = holder.arriving or holder.hello, holder.link
+            if said is None or (link is None and (holder.arriving is None or dials_in_again)):
+                return None
+            if said.incarnation == hello.incarnation:
+                if dials_in_again:
+                    self._drop_link(holder, "the node dialed in anew")
+                    return None
+                if newcomer is not None:
+                    newcomer.other_way_to = hello.identity
+                way = f"as {holder.address}; use one of the two ways"
+                return f"node {hello.identity} is connected already, {way}"
+            if link is None or await self._lives(link):
+                return (
+                    f"identity {hello.identity} is in use by a living node at {holder.address}; "
+                    "give this one another with --identity, or stop the other"
+                )
+            # Others may have been quicker while that one was given time to answer.
+            if self._fleet.named(hello.identity) is holder and holder.link is link:
+                self._bar(holder)
+                return None
 
-    async def _lives(self, holder: Node) -> bool:
-        link = holder.link
-        if link is None:
-            return False
+    async def _lives(self, link: NodeLink) -> bool:
+        """Whether it answers. What came while the head itself did not run is let in first (rule 13)."""
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        ping = loop.create_task(link.ping(), name="challenge")
         try:
-            async with asyncio.timeout(CHALLENGE_S):
-                await link.ping()
-        except (LinkError, TimeoutError):
+            await asyncio.wait({ping}, timeout=CHALLENGE_S)
+            late = True
+            while late and not ping.done():
+                due_s = loop.time() + CONFIRM_S
+                await asyncio.wait({ping}, timeout=CONFIRM_S)
+                late = loop.time() - due_s > CONFIRM_S
+            if not ping.done():
+                return False
+            await ping
+        except LinkTimeoutError:
+            stood_still = loop.time() - asked_s > CHALLENGE_S + 3 * CONFIRM_S
+            return stood_still and await self._lives(link)
+        except LinkError:
             return False
+        finally:
+            ping.cancel()
         return True
 
     def _bar(self, holder: Node) -> None:
@@ -142,6 +175,6 @@ class Admission:
     def _hand_over(self, old: Node, new: Node) -> None:
         """The identity lives at another address now: its name and its cordon go there."""
         log.info("node_replaced", node=old.name, old_address=old.address, address=new.address)
-        new.cordoned, new.cordon_note = old.cordoned, old.cordon_note
+        new.take_cordon_of(old)
         old.unlearn()
         self._fleet.rename(old, old.address)

@@ -17,7 +17,7 @@ from fleet_service.domain.failures import Failure, FailureClass, failure_of_refu
 from fleet_service.domain.node_types import Feature
 from fleet_service.domain.placement import window_tokens
 from fleet_service.runtime.generation import Generation
-from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import (
     LinkError,
     LinkLostError,
@@ -26,6 +26,7 @@ from fleet_service.runtime.protocols import (
     NodeLink,
     RunHandle,
 )
+from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Binding
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.stall import StallWatch
@@ -124,6 +125,9 @@ class Attempt:
             self._stall.stop()
             if self._handle is not None:
                 self._handle.close()
+            # A cancel of this task cancels the future it waits for as well.
+            if failure is None and self._ended.done() and not self._ended.cancelled():
+                session.unbind()  # decided while its link was lost: the node may have kept the run
             session.drop_doubtful_binding()
             trace.ended(None if failure is None else failure.kind.value, self.tokens)
 
@@ -138,6 +142,8 @@ class Attempt:
             link = await self._link_again()
             if link is None:
                 return failure
+            if self._reservation.to_move():
+                return self._failure(FailureClass.DRAINED, "")
             self._handle.close()
             self._link = link
             self._ended = self._context.loop.create_future()

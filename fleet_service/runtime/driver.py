@@ -16,16 +16,16 @@ from fleet_service.domain.failures import AttemptBudget, Failure, FailureClass, 
 from fleet_service.domain.lane_queue import QueueFullError
 from fleet_service.domain.placement import Demand
 from fleet_service.domain.specs import Replay
+from fleet_service.runtime.alive import answers
 from fleet_service.runtime.attempt import Attempt, AttemptContext
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generation import Generation
-from fleet_service.runtime.node import Grant, Node, Reservation
-from fleet_service.runtime.protocols import LinkError, NodeLink
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.place import Place
+from fleet_service.runtime.protocols import NodeLink
+from fleet_service.runtime.reservation import Grant, Reservation
 
 log = structlog.get_logger(__name__)
-
-PING_S = 1.0
-"""How long a node gets to show that it lives before it is given a replay."""
 
 
 class Driver:
@@ -44,6 +44,8 @@ class Driver:
         self._context = context
         self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
         self._last: Attempt | None = None
+        self._kept: Place | None = None
+        self._seen_alive = False
         self._cause = MoveCause.LINK_LOST
 
     async def run(self) -> None:
@@ -51,7 +53,7 @@ class Driver:
         try:
             while self._generation.finished is None:
                 failure = await self._one_attempt(self._reservation)
-                self._reservation.release()
+                self._let_go(self._reservation)
                 if self._generation.finished is None:
                     await self._after(failure)
         except Exception:
@@ -60,6 +62,15 @@ class Driver:
             self._generation.decide(FinishReason.ERROR, error=fault)
         finally:
             self._reservation.release()
+            if self._kept is not None:
+                self._kept.release()
+
+    def _let_go(self, reservation: Reservation) -> None:
+        """Give a place back; one that was kept elsewhere meanwhile is for the next attempt."""
+        successor, reservation.successor = reservation.successor, None
+        if isinstance(successor, Place):
+            self._kept = successor
+        reservation.release()
 
     async def _one_attempt(self, reservation: Reservation) -> Failure:
         node = reservation.node
@@ -67,34 +78,26 @@ class Driver:
         grant = await reservation.granted
         self._generation.waits_no_more()
         link = node.link
+        if reservation.to_move():
+            return Failure(FailureClass.DRAINED, node.name)
         if grant is Grant.MOVED:
             return Failure(FailureClass.REBALANCED, node.name)
         if grant is Grant.EVICTED or link is None:
             return Failure(FailureClass.EVICTED, node.name, node.state_detail)
-        if self._last is not None and not await self._lives(link):
+        if self._last is not None and not self._seen_alive and not await answers(link):
             return Failure(FailureClass.NO_ANSWER, node.name)
+        self._seen_alive = False
+        if reservation.to_move():
+            return Failure(FailureClass.DRAINED, node.name)
         session = self._generation.session
         binding = session.bind(node, self._fleet.next_epoch)
         self._generation.attempts += 1
         attempt = Attempt(self._context, self._generation, reservation, binding, link, self._announce)
         failure = await attempt.run()
         if failure.kind is FailureClass.LINK_LOST:
-            reservation.release()
+            self._let_go(reservation)
             return await self._verdict_on(failure, node, link, binding.life)
         return failure
-
-    @staticmethod
-    async def _lives(link: NodeLink) -> bool:
-        """Asked before a replay: in an outage of many the next node may be gone too, and nobody knows yet.
-
-        Without that, the second loss would be held against the request.
-        """
-        try:
-            async with asyncio.timeout(PING_S):
-                await link.ping()
-        except (LinkError, TimeoutError):
-            return False
-        return True
 
     async def _verdict_on(self, failure: Failure, node: Node, link: NodeLink, life: int) -> Failure:
         """A broken stream is a lost link only when the link itself goes; then a redial says what is left."""
@@ -102,12 +105,14 @@ class Driver:
         if not await node.link_gone(link, settings.relink_s):
             return replace(failure, kind=FailureClass.NODE_FAULT)
         await node.relink_verdict()
-        return replace(failure, same_run_is_back=node.usable and node.life == life)
+        back = node.usable and node.life == life
+        return replace(failure, same_run_is_back=back, node_left=node.left_life == life)
 
     def _announce(self, attempt: Attempt) -> None:
         """Tell the readers where the generation is now, unless it is where it was."""
         generation, last = self._generation, self._last
         self._last = attempt
+        generation.node = attempt.node.name
         if last is None:
             generation.log.mark(Started(attempt.node.name, attempt.epoch))
         elif (last.node.name, last.epoch) != (attempt.node.name, attempt.epoch):
@@ -121,12 +126,14 @@ class Driver:
             )
             generation.log.mark(moved)
             generation.trace.moved(moved)
+            self._fleet.turns.moved(generation, moved)
 
     async def _after(self, failure: Failure) -> None:
         generation, node = self._generation, self._fleet.find(failure.node)
         if node is not None:
             self._tell_node(node, failure)
         self._cause = failure.rule.cause
+        generation.trace.failed(failure.kind)
         if not failure.rule.keeps_binding:
             generation.session.unbind()
         next_step = self._budget.after(failure, generation.log.received)
@@ -141,7 +148,12 @@ class Driver:
         if isinstance(next_step, GiveUp):
             generation.decide(FinishReason.ERROR, error=next_step.cause)
             return
-        if next_step.where is Where.SAME_NODE and node is not None and node.usable:
+        generation.barred, generation.min_window_tokens = next_step.never, next_step.min_window_tokens
+        if self._takes_kept_place(next_step):
+            return
+        # A place that was kept elsewhere may be no good any more; here all is still well.
+        same = next_step.where is Where.SAME_NODE or failure.kind is FailureClass.DRAINED
+        if same and node is not None and node.usable:
             try:
                 self._reservation = self._fleet.reserve_on(node, generation, replays=True)
             except QueueFullError:
@@ -150,6 +162,17 @@ class Driver:
                 generation.session.bind(node, self._fleet.next_epoch)
                 return
         await self._place_again(failure, next_step)
+
+    def _takes_kept_place(self, step: TryAgain) -> bool:
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return False
+        if not kept.good or kept.node.name in step.never:
+            kept.release()
+            return False
+        self._reservation = kept.take()
+        self._seen_alive = kept.seen_alive
+        return True
 
     def _tell_node(self, node: Node, failure: Failure) -> None:
         if failure.rule.counts_against_node and failure.kind is not FailureClass.LINK_LOST:
@@ -180,6 +203,7 @@ class Driver:
                 return
             waits = refusal.reason in (Reason.NO_ELIGIBLE_NODE, Reason.FLEET_SATURATED)
             if not waits or loop.time() >= give_up_s:
+                self._fleet.not_placed(refusal)
                 generation.fail(refusal)
                 return
             await self._something_changed(changed, give_up_s)

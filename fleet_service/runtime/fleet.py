@@ -13,6 +13,7 @@ from fleet_service.domain.epochs import EpochCounter, choose_term
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.placement import (
     Demand,
+    LeftOut,
     Verdict,
     choose,
     estimate_ms,
@@ -24,16 +25,22 @@ from fleet_service.domain.placement import (
     typical_rates,
 )
 from fleet_service.runtime.generation import Generation
-from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.observer import FleetObserver
+from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.turns import Turns
 
 
 class Fleet:
     """The nodes the head knows and the choice among them."""
 
-    def __init__(self, settings: HeadSettings, clock: Callable[[], float], term: int) -> None:
+    def __init__(
+        self, settings: HeadSettings, clock: Callable[[], float], term: int, observer: FleetObserver
+    ) -> None:
         self._settings = settings
+        self.observer = observer
         self._clock = clock
         self._epochs = EpochCounter(term)
         self._policy = make_policy(settings.policy, settings.pool_high_pct)
@@ -41,6 +48,8 @@ class Fleet:
         self._by_model: dict[str, dict[str, Node]] = {}
         self._models_of: dict[str, frozenset[str]] = {}
         self._changed: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self.turns = Turns()
 
     # Epochs
 
@@ -67,6 +76,11 @@ class Fleet:
         return list(self._nodes.values())
 
     @property
+    def room(self) -> int:
+        """How many more nodes there may be."""
+        return max(0, self._settings.max_nodes - len(self._nodes))
+
+    @property
     def policy_name(self) -> str:
         return self._policy.name
 
@@ -84,6 +98,7 @@ class Fleet:
 
     def add(self, node: Node) -> None:
         node.on_change = self._node_changed
+        node.on_room = self._has_room
         self._nodes[node.name] = node
         self._node_changed(node)
 
@@ -128,9 +143,20 @@ class Fleet:
             self._index(node)
         self._announce()
 
+    def room_for_more(self) -> asyncio.Future[None]:
+        """Resolves when any node may have got room for more, and at the next change of one."""
+        if self._room is None or self._room.done():
+            self._room = asyncio.get_running_loop().create_future()
+        return self._room
+
+    def _has_room(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
     def _announce(self) -> None:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
+        self._has_room()
 
     def _index(self, node: Node) -> None:
         self._models_of[node.name] = frozenset(node.models)
@@ -145,36 +171,65 @@ class Fleet:
 
     # Placement
 
-    def choose(self, demand: Demand) -> Node:
+    def choose(self, demand: Demand, among: Sequence[Node] | None = None) -> Node:
         """The node that takes `demand`. Raises FleetError as domain.placement.choose does."""
-        known = self.serving(demand.model)
+        known = self.serving(demand.model) if among is None else among
         limit = self._settings.queue_limit_per_node
         chosen = choose(known, self.nodes, demand, self._policy, self._clock(), limit)
         return self._nodes[chosen.name]
 
     def bind(self, session: Session, demand: Demand) -> Node:
-        """Choose a node and bind the session to it, in one step."""
+        """Choose a node and bind the session to it, in one step. Raises FleetError as `choose` does."""
+        try:
+            node = self._choose_and_bind(session, demand)
+        except FleetError as error:
+            self.not_placed(error)
+            raise
+        self.observer.placement(None)
+        return node
+
+    def not_placed(self, error: FleetError) -> None:
+        """A placement was given up."""
+        self.observer.placement(error.reason)
+
+    def _choose_and_bind(self, session: Session, demand: Demand) -> Node:
         node = self.choose(demand)
         session.pin_revision(node.models[demand.model].revision)
         session.bind(node, self.next_epoch)
         return node
 
     def place_again(self, generation: Generation, demands: Sequence[Demand]) -> Reservation:
-        """Choose, bind and reserve in one step, by the first demand that can be met, or its FleetError."""
+        """Choose, bind and reserve in one step, by the first demand that can be met, or its FleetError.
+
+        Who asks may ask again: it says with `not_placed` that it does not.
+        """
         refused: FleetError | None = None
         for demand in demands:
             try:
-                node = self.bind(generation.session, demand)
+                node = self._choose_and_bind(generation.session, demand)
             except FleetError as error:
                 refused = refused or error
                 continue
-            generation.trace.placed(node.name, partial(self.explain, demand))
+            self._placed(generation, node, demand)
             return self.reserve_on(node, generation, replays=True)
         raise refused or ValueError("no demand was given")
 
+    def moved_by_plan(self, generation: Generation, node: Node) -> None:
+        """A place that was kept for a generation beforehand was taken."""
+        self._placed(generation, node, self.demand_of(generation))
+
+    def _placed(self, generation: Generation, node: Node, demand: Demand) -> None:
+        self.observer.placement(None)
+        generation.trace.placed(node.name, partial(self.explain, demand))
+
     def reserve_on(self, node: Node, generation: Generation, *, replays: bool = False) -> Reservation:
         """A reservation for the generation's next attempt. Raises QueueFullError."""
-        return node.reserve(generation.qos, self.demand_of(generation), replays=replays)
+        return node.reserve(
+            generation.qos,
+            self.demand_of(generation),
+            replays=replays,
+            generation_id=generation.generation_id,
+        )
 
     def demand_of(self, generation: Generation) -> Demand:
         """What the generation's next attempt asks of a node."""
@@ -198,6 +253,12 @@ class Fleet:
             expected_output_tokens=spec.expected_output_tokens or self._settings.expected_output_tokens,
             state_dependent=grown,
         )
+
+    def could_take(self, demand: Demand) -> bool:
+        """Whether a node could take `demand`, now or once it is less busy."""
+        now_s, limit = self._clock(), self._settings.queue_limit_per_node
+        passing = (None, LeftOut.BUSY, LeftOut.QUEUE_FULL)
+        return any(left_out(node, demand, now_s, limit) in passing for node in self.serving(demand.model))
 
     def soonest_free(self, demand: Demand) -> tuple[Node, int] | None:
         """Of the nodes that could take `demand` into a free lane now, the soonest done, and when, in ms."""

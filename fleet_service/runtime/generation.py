@@ -53,6 +53,9 @@ class Generation:
         wall_s = settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s
         self.deadline_s = self.accepted_s + wall_s
         self.attempts = 0
+        self.node = ""  # that of the last attempt
+        self.barred: frozenset[str] = frozenset()  # nodes that its failures so far leave out
+        self.min_window_tokens = 0  # a window that refused it
         self.task: asyncio.Task[None] | None = None
         self._loop = loop
         self._settings = settings
@@ -159,6 +162,7 @@ class Generation:
             first_token_s=None if first is None else first - self.accepted_s,
             total_s=self._loop.time() - self.accepted_s,
             longest_gap_s=self._longest_gap_s,
+            last_token_s=None if first is None else self._last_token_s - self.accepted_s,
         )
 
     def waits_for_lane(self) -> None:
@@ -167,8 +171,10 @@ class Generation:
 
     def waits_no_more(self) -> None:
         if self._waits_from_s is not None:
-            self._queued_s += self._loop.time() - self._waits_from_s
+            waited_s = self._loop.time() - self._waits_from_s
+            self._queued_s += waited_s
             self._waits_from_s = None
+            self.trace.waited(waited_s)
 
     # Readers
 

@@ -18,8 +18,9 @@ from fleet_service.runtime.driver import Driver
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.ids import Ids
-from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.node import Node
 from fleet_service.runtime.observer import FleetObserver, GenerationInfo
+from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
@@ -49,20 +50,39 @@ class Generations:
         self._running: dict[str, Generation] = {}
         self._finished: deque[tuple[float, Generation]] = deque()
         self._finished_tokens = 0
-        self._held_cancels: OrderedDict[str, float] = OrderedDict()
+        self._held_cancels: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """By whose it is and the generation's id."""
 
     @property
     def running(self) -> Sequence[Generation]:
         return list(self._running.values())
 
+    def running_one(self, generation_id: str) -> Generation | None:
+        """The generation while it has not ended."""
+        return self._running.get(generation_id)
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def kept_count(self) -> int:
+        """Those that have ended and can still be read."""
+        return len(self._finished)
+
     # Starting
 
     async def start(
-        self, session_id: str, generation_id: str, spec: GenerationSpec, parent: object | None
+        self,
+        session_id: str,
+        generation_id: str,
+        spec: GenerationSpec,
+        parent: object | None,
+        owner: str | None = None,
     ) -> Generation:
         """A generation of a session. Raises FleetError when it cannot be taken; then nothing has changed."""
-        await self._sessions.get(session_id).settle()
-        session = self._sessions.get(session_id)
+        await self._sessions.get(session_id, owner).settle()
+        session = self._sessions.get(session_id, owner)
         apply(session.state, SessionOp.GENERATE, session_id=session_id)
         return self._start(session, generation_id, spec, parent)
 
@@ -73,9 +93,10 @@ class Generations:
         spec: GenerationSpec,
         generation_id: str,
         parent: object | None,
+        owner: str = "",
     ) -> Generation:
         """A session for one answer: made, used and finished."""
-        session = self._sessions.draft("", session_spec, token_ids)
+        session = self._sessions.draft("", session_spec, token_ids, owner)
         session.ephemeral = True
         generation = self._start(session, generation_id, spec, parent)
         if generation.finished is None:
@@ -87,13 +108,15 @@ class Generations:
     ) -> Generation:
         self._check_limits(generation_id)
         self._check_spec(spec)
-        held = self._take_held_cancel(generation_id)
+        held = self._take_held_cancel((session.owner, generation_id))
         node = None if held else self._place(session)
         model = node.models.get(session.spec.model) if node is not None else None
         generation = self._make(generation_id or self._ids.generation(), session, spec, model, node, parent)
         self._by_id[generation.generation_id] = generation
         self._running[generation.generation_id] = generation
-        session.generation_id = generation.generation_id
+        if node is not None:
+            self._fleet.turns.placed(generation, node.name)
+        session.generates(generation.generation_id)
         end = generation.rules.end_now()
         if held:
             generation.cancel()
@@ -123,7 +146,7 @@ class Generations:
     def _place(self, session: Session) -> Node:
         """The node of the first attempt: the session's own while it can take it, else by placement."""
         binding = session.binding
-        if binding is not None and binding.usable and not binding.node.cordoned:
+        if binding is not None and binding.usable and binding.node.open_to_work:
             window = window_tokens(binding.node, session.spec.model)
             full = binding.node.waiting >= self._settings.queue_limit_per_node
             if not full and (not window or len(session.context) <= window):
@@ -153,6 +176,7 @@ class Generations:
             context_tokens=len(session.context),
             max_new_tokens=limit,
             max_wall_s=self._settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s,
+            owner=session.owner,
         )
         trace = self._observer.generation_started(info, parent)
         if node is not None:
@@ -198,10 +222,12 @@ class Generations:
     def _decided(self, generation: Generation) -> None:
         """In the step that decides: the session is free again, its context extended where asked for."""
         session = generation.session
-        session.generation_id = ""
+        session.generates("")
         if generation.spec.extend_context and not session.finished:
             self._sessions.extend_context(session, generation.log.slice(0))
         self._running.pop(generation.generation_id, None)
+        if generation.finished is not None:
+            self._fleet.turns.ended(generation, generation.finished)
         self._keep_for_a_while(generation)
         if session.ephemeral:
             self._after_winding_down(session, lambda: self._sessions.remove(session))
@@ -236,17 +262,17 @@ class Generations:
         while self._finished and self._finished[0][0] <= now_s:
             self._forget_oldest()
         while self._held_cancels:
-            generation_id, until_s = next(iter(self._held_cancels.items()))
+            held, until_s = next(iter(self._held_cancels.items()))
             if until_s > now_s:
                 return
-            del self._held_cancels[generation_id]
+            del self._held_cancels[held]
 
     # Finding and cancelling
 
-    def find(self, generation_id: str) -> Generation:
-        """Raises GENERATION_NOT_FOUND."""
+    def find(self, generation_id: str, owner: str | None = None) -> Generation:
+        """The generation, if it is that caller's (None: whose ever). Raises GENERATION_NOT_FOUND."""
         generation = self._by_id.get(generation_id)
-        if generation is None:
+        if generation is None or owner not in (None, generation.session.owner):
             raise FleetError(
                 Reason.GENERATION_NOT_FOUND,
                 f"no generation {generation_id}: it was never made, or ended too long ago to be kept",
@@ -255,14 +281,14 @@ class Generations:
             )
         return generation
 
-    def cancel(self, generation_id: str) -> CancelResult:
+    def cancel(self, generation_id: str, owner: str | None = None) -> CancelResult:
         """End a generation; one not asked for yet is cancelled when it comes within `cancel_held_s`.
 
         Raises GENERATION_NOT_FOUND for an id of the head's own making that it does not know.
         """
         if generation_id not in self._by_id and not self._ids.is_own(generation_id):
-            return self._hold_cancel(generation_id)
-        generation = self.find(generation_id)
+            return self._hold_cancel((owner or "", generation_id))
+        generation = self.find(generation_id, owner)
         generation.cancel()
         finished = generation.finished
         cancelled = finished is not None and finished.reason is FinishReason.CANCELLED
@@ -275,7 +301,7 @@ class Generations:
         if generation is not None:
             generation.cancel()
 
-    def _hold_cancel(self, generation_id: str) -> CancelResult:
+    def _hold_cancel(self, held: tuple[str, str]) -> CancelResult:
         self.forget_old(self._loop.time())
         if len(self._held_cancels) >= self._settings.max_held_cancels:
             raise FleetError(
@@ -284,12 +310,12 @@ class Generations:
                 metadata={"limit": "max_held_cancels", "value": str(self._settings.max_held_cancels)},
                 retry_after_s=1.0,
             )
-        self._held_cancels[generation_id] = self._loop.time() + self._settings.cancel_held_s
-        self._held_cancels.move_to_end(generation_id)
+        self._held_cancels[held] = self._loop.time() + self._settings.cancel_held_s
+        self._held_cancels.move_to_end(held)
         return CancelResult(CancelOutcome.HELD, None)
 
-    def _take_held_cancel(self, generation_id: str) -> bool:
-        until_s = self._held_cancels.pop(generation_id, None)
+    def _take_held_cancel(self, held: tuple[str, str]) -> bool:
+        until_s = self._held_cancels.pop(held, None)
         return until_s is not None and until_s > self._loop.time()
 
     async def let_go(self, grace_s: float) -> None:

@@ -12,23 +12,29 @@ from typing import Any
 
 import structlog
 
+from fleet_service.addresses import is_name
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import GenerationSpec, SessionSpec
 from fleet_service.runtime.attempt import AttemptContext
+from fleet_service.runtime.discovery import Discovery, NoResolver
+from fleet_service.runtime.drain import Drains
 from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.gauges import HeadGauges, read_gauges, read_summary
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.ids import Ids
 from fleet_service.runtime.ledger import RequestLedger
+from fleet_service.runtime.node_info import node_info
 from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.runtime.operators import Operators
-from fleet_service.runtime.protocols import Dialer
+from fleet_service.runtime.protocols import Dialer, Resolver
 from fleet_service.runtime.sessions import Sessions
-from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
 from fleet_service.runtime.tender import Tender
 from fleet_service.runtime.views import CancelResult, ModelSummary, RequestKey, SessionView
+from fleet_service.runtime.watch import FleetWatch
 
 log = structlog.get_logger(__name__)
 
@@ -44,14 +50,17 @@ class Head:
         rng: random.Random,
         wall_clock: Callable[[], float],
         observer: FleetObserver | None = None,
+        resolver: Resolver | None = None,
+        discovery: DiscoverySettings | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
+        observer = observer or NullObserver()
         ids = Ids(rng)
         self._settings = settings
         self._background: set[asyncio.Task[None]] = set()
         self._tender_task: asyncio.Task[None] | None = None
         self._draining = False
-        self.fleet = Fleet(settings, loop.time, term=int(wall_clock()))
+        self.fleet = Fleet(settings, loop.time, int(wall_clock()), observer)
         self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock)
         self.nodes = Nodes(
             self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self.sessions.orphans
@@ -59,10 +68,40 @@ class Head:
         context = AttemptContext(
             settings=settings, loop=loop, own_term=lambda: self.fleet.term, violated=self.nodes.violated
         )
-        self.generations = Generations(
-            self.sessions, self.fleet, settings, ids, context, observer or NullObserver()
+        self.generations = Generations(self.sessions, self.fleet, settings, ids, context, observer)
+        self.discovery = Discovery(
+            self.fleet,
+            self.nodes,
+            resolver or NoResolver(),
+            discovery or DiscoverySettings(),
+            rng,
+            loop.time,
+            wall_clock,
+            self._spawn,
         )
-        self.operators = Operators(self.fleet, self.nodes, self.sessions, settings, loop.time, wall_clock)
+        self._watch = FleetWatch(
+            self.fleet,
+            settings,
+            loop.time,
+            wall_clock,
+            info=lambda node: node_info(node, loop.time(), wall_clock()),
+            summary=lambda: read_summary(
+                self.fleet, self.sessions, self.generations, stopping=self._draining
+            ),
+        )
+        self.drains = Drains(
+            self.fleet, self.sessions, self.generations, settings, loop.time, wall_clock, self._spawn
+        )
+        self.operators = Operators(
+            self.fleet,
+            self.nodes,
+            self.sessions,
+            settings,
+            loop.time,
+            self.discovery,
+            self.drains,
+            self._watch,
+        )
         self._ledger = RequestLedger(loop.time, settings.request_id_kept_s, settings.max_request_ids)
         self.tender = Tender(
             self.fleet,
@@ -78,11 +117,13 @@ class Head:
     # Life
 
     async def start(self, addresses: Sequence[str]) -> None:
-        """Take in the nodes at `addresses` and wait, briefly, for each one's first answer."""
-        nodes = [self.nodes.add(address) for address in addresses]
+        """Take in the nodes at `addresses`, or at all of a name's, and wait, briefly, for first answers."""
+        nodes = [self.nodes.add(address) for address in addresses if not is_name(address)]
         self._tender_task = asyncio.get_running_loop().create_task(self.tender.run(), name="tender")
         await self.nodes.first_try(*nodes)
         self.nodes.tell_unanswered(*nodes)
+        # After those: a node that has an address of its own here is known by that one.
+        await self.discovery.start([address for address in addresses if is_name(address)])
 
     def drain(self) -> None:
         """Take no more new work; what runs goes on."""
@@ -96,6 +137,8 @@ class Head:
         """Drain, let generations end within `grace_s`, cancel the others, and let go of the nodes."""
         self.drain()
         await self.generations.let_go(grace_s)
+        self._watch.close()
+        await self.discovery.stop()
         await self.nodes.stop()
         tasks = list(self._background)
         if self._tender_task is not None:
@@ -109,29 +152,45 @@ class Head:
         """At least one node can be used."""
         return any(node.usable for node in self.fleet.nodes)
 
-    # Sessions
+    def gauges(self) -> HeadGauges:
+        """What it holds now, as numbers; O(nodes)."""
+        return read_gauges(
+            self.fleet, self.sessions, self.generations, self.operators.list_nodes(), draining=self._draining
+        )
+
+    # Sessions. `owner` names the caller, whose alone they are; None = whose ever they are.
 
     async def create_session(
-        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None
+        self,
+        session_id: str,
+        spec: SessionSpec,
+        token_ids: Sequence[int],
+        key: RequestKey | None,
+        owner: str | None = None,
     ) -> SessionView:
         """A new session, bound to a node; `session_id` "" = the head makes one."""
         self._open_for_work()
 
         async def make() -> SessionView:
-            return self.sessions.create(session_id, spec, token_ids).view()
+            return self.sessions.create(session_id, spec, token_ids, owner or "").view()
 
         return await self._ledger.once(key, make)
 
-    def get_session(self, session_id: str) -> SessionView:
-        return self.sessions.get(session_id).view()
+    def get_session(self, session_id: str, owner: str | None = None) -> SessionView:
+        return self.sessions.get(session_id, owner).view()
 
-    def context_of(self, session_id: str) -> Sequence[int]:
-        return self.sessions.get(session_id).context.token_ids()
+    def context_of(self, session_id: str, owner: str | None = None) -> Sequence[int]:
+        return self.sessions.get(session_id, owner).context.token_ids()
 
     def list_sessions(
-        self, page_size: int, page_token: str, state: SessionState | None, node: str
+        self,
+        page_size: int,
+        page_token: str,
+        state: SessionState | None,
+        node: str,
+        owner: str | None = None,
     ) -> tuple[list[SessionView], str]:
-        return self.sessions.page(page_size, page_token, state, node)
+        return self.sessions.page(page_size, page_token, state, node, owner)
 
     async def append_tokens(
         self,
@@ -140,22 +199,23 @@ class Head:
         expected_length: int | None,
         truncate_to: int | None,
         key: RequestKey | None,
+        owner: str | None = None,
     ) -> SessionView:
         async def make() -> SessionView:
-            return await self.sessions.append(session_id, token_ids, expected_length, truncate_to)
+            return await self.sessions.append(session_id, token_ids, expected_length, truncate_to, owner)
 
         return await self._ledger.once(key, make)
 
-    async def park_session(self, session_id: str) -> SessionView:
-        return await self.sessions.park(session_id)
+    async def park_session(self, session_id: str, owner: str | None = None) -> SessionView:
+        return await self.sessions.park(session_id, owner)
 
-    async def resume_session(self, session_id: str) -> SessionView:
+    async def resume_session(self, session_id: str, owner: str | None = None) -> SessionView:
         self._open_for_work()
-        return await self.sessions.resume(session_id)
+        return await self.sessions.resume(session_id, owner)
 
-    async def finish_session(self, session_id: str) -> SessionView:
+    async def finish_session(self, session_id: str, owner: str | None = None) -> SessionView:
         """End a session; what it runs ends as CANCELLED."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, owner)
         view = self.sessions.remove(session)
         self.generations.cancel_session(session)
         await session.settle()
@@ -170,12 +230,14 @@ class Head:
         spec: GenerationSpec,
         key: RequestKey | None,
         trace: object | None = None,
+        owner: str | None = None,
     ) -> Generation:
         """Start a generation; `generation_id` "" = the head makes one. `trace` goes to the observer."""
 
         async def make() -> str:
             self._open_for_work()
-            return (await self.generations.start(session_id, generation_id, spec, trace)).generation_id
+            generation = await self.generations.start(session_id, generation_id, spec, trace, owner)
+            return generation.generation_id
 
         return await self._once(key, make)
 
@@ -187,13 +249,14 @@ class Head:
         generation_id: str,
         key: RequestKey | None,
         trace: object | None = None,
+        owner: str | None = None,
     ) -> Generation:
         """A session for one answer."""
 
         async def make() -> str:
             self._open_for_work()
             generation = await self.generations.complete(
-                spec, token_ids, generation_spec, generation_id, trace
+                spec, token_ids, generation_spec, generation_id, trace, owner or ""
             )
             return generation.generation_id
 
@@ -202,11 +265,11 @@ class Head:
     def list_models(self) -> list[ModelSummary]:
         return self.operators.list_models()
 
-    def find_generation(self, generation_id: str) -> Generation:
-        return self.generations.find(generation_id)
+    def find_generation(self, generation_id: str, owner: str | None = None) -> Generation:
+        return self.generations.find(generation_id, owner)
 
-    async def cancel_generation(self, generation_id: str) -> CancelResult:
-        return self.generations.cancel(generation_id)
+    async def cancel_generation(self, generation_id: str, owner: str | None = None) -> CancelResult:
+        return self.generations.cancel(generation_id, owner)
 
     async def _once(self, key: RequestKey | None, make: Callable[[], Coroutine[Any, Any, str]]) -> Generation:
         return self.generations.find(await self._ledger.once(key, make))

@@ -25,12 +25,18 @@ class JoinDesk:
     """Dials what can be dialed, and waits for the rest.
 
     `receive` is asked about every node that dials in, before its link is given to anyone: it makes the node
-    known, or raises JoinRefusedError.
+    known, or raises JoinRefusedError. `introduce` gives the head's introduction.
     """
 
-    def __init__(self, dialer: Dialer, receive: Callable[[NodeHello], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        dialer: Dialer,
+        receive: Callable[[NodeHello], Awaitable[None]],
+        introduce: Callable[[], Introduction],
+    ) -> None:
         self._dialer = dialer
         self._receive = receive
+        self._introduce = introduce
         self._waiting: dict[str, asyncio.Future[OfferedLink]] = {}
         self._offered: dict[str, OfferedLink] = {}
 
@@ -53,7 +59,8 @@ class JoinDesk:
             return await self._dialer.connect(address, introduction, listener)
         while True:
             link = await self._next(address)
-            if link.introduction == introduction and link.attach(listener):
+            # The term may have been raised since the wait began.
+            if link.introduction == self._introduce() and link.attach(listener):
                 return link
             # It was lost while it waited here, or knows the head by an older term: the node dials in anew.
             await link.close()

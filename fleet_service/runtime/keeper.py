@@ -52,6 +52,10 @@ class _Listener:
             self._node.sign_of_life()
             self._node.take_report(report, models)
 
+    def on_leaving(self) -> None:
+        if not self._lost.done():
+            self._node.leaves()
+
     def on_lost(self, error: LinkError) -> None:
         if not self._lost.done():
             self._lost.set_result(error)
@@ -117,10 +121,11 @@ class NodeKeeper:
     def _fell(self, error: LinkError) -> None:
         node = self._node
         self._close_link()
-        node.count_failure(FailureClass.LINK_LOST)
+        if not node.leaving:
+            node.count_failure(FailureClass.LINK_LOST)
         node.set_state(NodeState.SUSPECT, f"link lost, redialing: {error}")
         node.fail_running(FailureClass.LINK_LOST, str(error))
-        log.info("node_link_lost", node=node.name, error=str(error))
+        log.info("node_left" if node.leaving else "node_link_lost", node=node.name, error=str(error))
 
     def _close_link(self) -> None:
         """Let go of the link; a redial does not wait for the old connection's end."""
@@ -189,6 +194,8 @@ class NodeKeeper:
         except BaseException:
             await link.close()
             raise
+        finally:
+            node.arriving = None
         self._lost = lost
         self._came_up(link)
         for orphan in self._orphans(node, held):
@@ -220,6 +227,7 @@ class NodeKeeper:
             node.new_life()
             node.report = None
         node.hello = hello
+        node.leaving = False
         node.linked(link)
         node.ever_heard = True
         node.models = {model.name: model for model in hello.models}

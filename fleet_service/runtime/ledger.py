@@ -31,7 +31,7 @@ class RequestLedger:
         self._clock = clock
         self._kept_s = kept_s
         self._limit = limit
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,13 +44,14 @@ class RequestLedger:
         if key is None:
             return await make()
         self.expire()
-        entry = self._entries.get(key.request_id)
+        name = (key.owner, key.request_id)
+        entry = self._entries.get(name)
         if entry is None:
             entry = _Entry(
                 key.fingerprint, asyncio.get_running_loop().create_task(make()), self._clock() + self._kept_s
             )
-            self._entries[key.request_id] = entry
-            entry.answer.add_done_callback(lambda task: self._answered(key.request_id, task))
+            self._entries[name] = entry
+            entry.answer.add_done_callback(lambda task: self._answered(name, task))
             while len(self._entries) > self._limit:
                 self._entries.popitem(last=False)
         elif entry.fingerprint != key.fingerprint:
@@ -70,8 +71,8 @@ class RequestLedger:
                 return
             self._entries.popitem(last=False)
 
-    def _answered(self, request_id: str, task: asyncio.Task[Any]) -> None:
+    def _answered(self, name: tuple[str, str], task: asyncio.Task[Any]) -> None:
         if task.cancelled() or task.exception() is not None:
-            entry = self._entries.get(request_id)
+            entry = self._entries.get(name)
             if entry is not None and entry.answer is task:
-                del self._entries[request_id]
+                del self._entries[name]

@@ -9,18 +9,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import structlog
 
 from fleet_service.domain.commands import Revoke
 from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
-from fleet_service.domain.lane_queue import LaneQueue, Ticket
+from fleet_service.domain.lane_queue import LaneQueue
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
 from fleet_service.domain.placement import Demand, is_hot
 from fleet_service.domain.specs import Qos
+from fleet_service.runtime.drain_record import DrainRecord
 from fleet_service.runtime.protocols import NodeLink
+from fleet_service.runtime.reservation import Grant, Reservation
 from fleet_service.runtime.settings import HeadSettings
 
 log = structlog.get_logger(__name__)
@@ -32,45 +33,6 @@ class OwedRevoke:
 
     epoch: int
     surely_held: bool
-
-
-class Grant(Enum):
-    """What became of waiting for a lane."""
-
-    LANE = "lane"
-    EVICTED = "evicted"  # the node cannot be used any more
-    MOVED = "moved"  # another node is to be free much sooner
-
-
-class Reservation:
-    """The head's own count of one attempt it put on a node: queued, then running, until release().
-
-    Taken in the same step as the choice of the node; `granted` resolves when a lane is free, or when the
-    attempt must look elsewhere.
-    """
-
-    __slots__ = ("demand", "granted", "node", "on_lost", "released", "replays", "ticket")
-
-    def __init__(self, node: Node, demand: Demand, granted: asyncio.Future[Grant], *, replays: bool) -> None:
-        self.node = node
-        self.demand = demand
-        self.granted = granted
-        self.replays = replays
-        self.ticket: Ticket | None = None
-        self.on_lost: Callable[[FailureClass, str], None] | None = None
-        self.released = False
-
-    def caught_up(self) -> None:
-        """The first new token came: what had to be prefilled again after a failure is."""
-        if self.replays:
-            self.replays = False
-            self.node.dispatch()
-
-    def release(self) -> None:
-        """Give the place back, on every way out. Idempotent."""
-        if not self.released:
-            self.released = True
-            self.node.forget(self)
 
 
 class Node:
@@ -85,7 +47,16 @@ class Node:
         self.state_detail = ""
         self.cordoned = False
         self.cordon_note = ""
+        self.cordoned_by = ""
+        self.cordoned_at: float | None = None  # unix seconds
+        self.drain: DrainRecord | None = None  # until it is uncordoned
         self.removed = False
+        # The entry it was found by, "" where it was given by its address or dialed in.
+        self.found_by = ""
+        self.unlisted = False
+        # While the head takes it in, what it said; the identity found here that is connected elsewhere.
+        self.arriving: NodeHello | None = None
+        self.other_way_to = ""
         self.hello: NodeHello | None = None
         self.link: NodeLink | None = None
         self.models: dict[str, ModelInfo] = {}
@@ -98,8 +69,12 @@ class Node:
         self.busy_until_s = 0.0
         # Sessions are bound to a life of the node; a new incarnation, or a lease run out, starts another.
         self.life = 0
+        self.leaving = False
+        self.left_life = -1
+        """The life in which it last said that it leaves."""
         self.owes_lease_end = False
         self.sessions = 0
+        self.generating_sessions = 0  # of them
         # When the lease of each of this head's terms that has anything here was last renewed.
         self.leases: dict[int, float] = {}
         self.running: dict[Reservation, None] = {}
@@ -109,6 +84,7 @@ class Node:
         self.outbox_wake = asyncio.Event()
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
+        self.on_room: Callable[[], None] = lambda: None
         self._gone: asyncio.Future[None] | None = None
         self._relinked: asyncio.Future[None] | None = None
 
@@ -143,6 +119,11 @@ class Node:
         return self.state is NodeState.UP and self.link is not None and not self.removed
 
     @property
+    def open_to_work(self) -> bool:
+        """New work may be placed here while it is usable."""
+        return not self.cordoned and not self.unlisted and not self.leaving
+
+    @property
     def reports_stale(self) -> bool:
         return (
             self.report_at_s is not None and self._clock() - self.report_at_s > self._settings.report_stale_s
@@ -151,6 +132,32 @@ class Node:
     @property
     def books_balance(self) -> bool:
         return self.reservations == len(self.running) + len(self.queue)
+
+    # Cordon
+
+    def cordon(self, by: str, note: str, unix_s: float) -> None:
+        """No new work from now on."""
+        self.cordoned, self.cordon_note = True, note
+        self.cordoned_by, self.cordoned_at = by, unix_s
+        self.on_change(self)
+
+    def uncordon(self) -> None:
+        self.cordoned, self.cordon_note = False, ""
+        self.cordoned_by, self.cordoned_at, self.drain = "", None, None
+        self.on_change(self)
+
+    def take_cordon_of(self, other: Node) -> None:
+        """The identity of `other` lives here now: what was ordered for it is ordered for this one."""
+        self.cordoned, self.cordon_note = other.cordoned, other.cordon_note
+        self.cordoned_by, self.cordoned_at = other.cordoned_by, other.cordoned_at
+        self.drain, other.drain = other.drain, None
+        if self.drain is not None:
+            self.drain.node = self
+
+    def leaves(self) -> None:
+        """It is being stopped in order; what it loses is no fault of a request."""
+        self.leaving = True
+        self.left_life = self.life
 
     # Signs of life and state
 
@@ -211,6 +218,7 @@ class Node:
         """What was bound here is freed there."""
         self.life += 1
         self.sessions = 0
+        self.generating_sessions = 0
         self.owes_lease_end = False
         self.leases.clear()
 
@@ -246,13 +254,15 @@ class Node:
 
     # Reservations, lanes and the queue at the head
 
-    def reserve(self, qos: Qos, demand: Demand, *, replays: bool = False) -> Reservation:
+    def reserve(
+        self, qos: Qos, demand: Demand, *, replays: bool = False, generation_id: str = ""
+    ) -> Reservation:
         """Count an attempt here and let it wait for a lane. Raises QueueFullError.
 
         `replays`: it goes on with what failed elsewhere. At most `replays_at_once` prefill at a time.
         """
         granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        reservation = Reservation(self, demand, granted, replays=replays)
+        reservation = Reservation(self, demand, granted, replays=replays, generation_id=generation_id)
         reservation.ticket = self.queue.push(reservation, int(qos))
         self.reservations += 1
         self.dispatch()
@@ -263,16 +273,27 @@ class Node:
         while self.usable and len(self.running) < self.lanes:
             reservation = self._next_waiting()
             if reservation is None:
-                return
+                break
             reservation.ticket = None
             self.running[reservation] = None
             if not reservation.granted.done():
                 reservation.granted.set_result(Grant.LANE)
+        self.on_room()
+
+    @property
+    def may_replay(self) -> bool:
+        """Fewer prefill again here, after a failure or a move, than may."""
+        replaying = sum(reservation.replays for reservation in self.running)
+        return replaying < self._settings.replays_at_once
+
+    @property
+    def has_room_for_move(self) -> bool:
+        """What runs elsewhere can go on here at once, and takes no lane that somebody waits for."""
+        return self.usable and len(self.running) < self.lanes and not self.queue and self.may_replay
 
     def _next_waiting(self) -> Reservation | None:
         """The first in line; past those that replay, while as many as may are at it."""
-        replaying = sum(reservation.replays for reservation in self.running)
-        if replaying < self._settings.replays_at_once:
+        if self.may_replay:
             return self.queue.pop()
         for reservation in self.queue:
             if not reservation.replays and reservation.ticket is not None:

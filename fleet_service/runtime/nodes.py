@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from fleet_service.domain.commands import HeldSession, Introduction
+from fleet_service.domain.errors import Reason
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import NodeHello, NodeState
 from fleet_service.runtime.admission import Admission
@@ -16,7 +17,7 @@ from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.join_desk import JoinDesk, joined_address
 from fleet_service.runtime.keeper import NodeKeeper
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.protocols import Dialer, LinkError
+from fleet_service.runtime.protocols import Dialer, JoinRefusedError, LinkError
 from fleet_service.runtime.settings import HeadSettings
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,7 @@ class Nodes:
     ) -> None:
         self._fleet = fleet
         self._admission = Admission(fleet, self._drop_link, self._raise_term, self._add_joined, wall_clock)
-        self.desk = JoinDesk(dialer, self._admission.receive)
+        self.desk = JoinDesk(dialer, self._receive, self.introduction)
         self._settings = settings
         self._rng = rng
         self._clock = clock
@@ -51,6 +52,7 @@ class Nodes:
         self._orphans = orphans
         self._keepers: dict[Node, NodeKeeper] = {}
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
+        self._stopping = False
 
     def add(self, address: str) -> Node:
         """A node to dial at `address`; its tasks start now."""
@@ -73,8 +75,19 @@ class Nodes:
         ]
         return node
 
+    async def _receive(self, hello: NodeHello) -> None:
+        self._open_for_nodes()
+        await self._admission.receive(hello)
+
     def _add_joined(self, identity: str) -> Node:
+        self._open_for_nodes()  # it may have begun to stop since the node was received
         return self.add(joined_address(identity))
+
+    def _open_for_nodes(self) -> None:
+        if self._stopping:
+            raise JoinRefusedError(
+                Reason.HEAD_DRAINING.value, "the head is shutting down; dial again, or elsewhere if you can"
+            )
 
     def keeper_of(self, node: Node) -> NodeKeeper | None:
         return self._keepers.get(node)
@@ -107,14 +120,23 @@ class Nodes:
 
     async def remove(self, node: Node) -> None:
         """Out of the fleet: what it runs goes on elsewhere; what it holds is given up to its lease."""
+        self.take_out(node)
+        await self.let_go(node)
+
+    def take_out(self, node: Node) -> None:
+        """The first half of `remove`, at once: nothing is placed or goes on there any more."""
         self._fleet.remove(node)
         node.set_state(NodeState.DOWN, "removed")
         node.fail_running(FailureClass.REMOVED, "removed")
+
+    async def let_go(self, node: Node) -> None:
+        """The second half: end its lease, its link and its tasks."""
         await self._end_lease(node)
         await self._stop_tasks([node])
 
     async def stop(self) -> None:
-        """Give the nodes what is owed to them, then let go of all."""
+        """Give the nodes what is owed to them, then let go of all. Who dials in from now on is refused."""
+        self._stopping = True
         nodes = list(self._tasks)
         try:
             async with asyncio.timeout(FAREWELL_S):

@@ -1,4 +1,4 @@
-"""What operators do: list, probe, add, remove, cordon nodes, and ask how something would be placed."""
+"""What operators do: see, add, remove, cordon and drain nodes, and ask how something would be placed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from fleet_service.domain.errors import FleetError, Reason, invalid
 from fleet_service.domain.node_types import ModelInfo, NodeHello
 from fleet_service.domain.placement import Demand
 from fleet_service.domain.specs import SessionSpec
+from fleet_service.runtime.discovery import Discovery
+from fleet_service.runtime.drain import DrainProgress, Drains
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.protocols import LinkError
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
-from fleet_service.runtime.views import Explanation, ModelSummary, NodeInfo, ProbeResult
+from fleet_service.runtime.views import (
+    Explanation,
+    ModelSummary,
+    NameInfo,
+    NodeInfo,
+    ProbeResult,
+)
+from fleet_service.runtime.watch import FleetWatch, Watcher
 
 PROBES_AT_ONCE = 16
 
@@ -30,14 +39,18 @@ class Operators:
         sessions: Sessions,
         settings: HeadSettings,
         clock: Callable[[], float],
-        wall_clock: Callable[[], float],
+        discovery: Discovery,
+        drains: Drains,
+        watch: FleetWatch,
     ) -> None:
         self._fleet = fleet
         self._nodes = nodes
+        self._discovery = discovery
         self._sessions = sessions
         self._settings = settings
         self._clock = clock
-        self._wall_clock = wall_clock
+        self._drains = drains
+        self._watch = watch
 
     # Reading
 
@@ -48,11 +61,15 @@ class Operators:
 
     def list_nodes(self) -> list[NodeInfo]:
         """By name."""
-        return sorted(map(self._info, self._fleet.nodes), key=lambda info: info.name)
+        return sorted(map(self._watch.info, self._fleet.nodes), key=lambda info: info.name)
+
+    def list_names(self) -> list[NameInfo]:
+        """In the order given."""
+        return self._discovery.list()
 
     def get_node(self, ref: str) -> NodeInfo:
         """Raises NODE_NOT_FOUND."""
-        return self._info(self._find(ref))
+        return self._watch.info(self._find(ref))
 
     def list_models(self) -> list[ModelSummary]:
         """By name and revision."""
@@ -75,7 +92,7 @@ class Operators:
                 metadata={"node": address},
                 resource=("fleet.v1.Node", f"nodes/{address}"),
             )
-        if len(self._fleet.nodes) >= self._settings.max_nodes:
+        if not self._fleet.room:
             raise FleetError(
                 Reason.LIMIT_EXCEEDED,
                 f"the head has {self._settings.max_nodes} nodes, the most it takes",
@@ -83,26 +100,46 @@ class Operators:
             )
         node = self._nodes.add(address)
         await self._nodes.first_try(node)
-        return self._info(node)
+        return self._watch.info(node)
 
     async def remove_node(self, ref: str) -> NodeInfo:
         """Take a node out; what it ran goes on elsewhere."""
         node = self._find(ref)
-        info = self._info(node)
-        await self._nodes.remove(node)
+        info = self._watch.info(node)
+        self._discovery.operator_removes(node)
+        if not node.removed:  # by then it may have been forgotten anyway
+            await self._nodes.remove(node)
         return info
 
-    def cordon_node(self, ref: str, note: str) -> NodeInfo:
+    async def add_name(self, entry: str) -> NameInfo:
+        """Take in all addresses of a name (dns:///name:port). Raises NODE_ALREADY_EXISTS, LIMIT_EXCEEDED."""
+        return await self._discovery.add(entry)
+
+    async def remove_name(self, entry: str) -> NameInfo:
+        """Take a name out, with the nodes that only it lists. Raises NODE_NOT_FOUND."""
+        return await self._discovery.remove(entry)
+
+    def cordon_node(self, ref: str, note: str, by: str = "") -> NodeInfo:
         node = self._find(ref)
-        node.cordoned, node.cordon_note = True, note
-        node.on_change(node)
-        return self._info(node)
+        self._drains.cordon(node, by, note)
+        return self._watch.info(node)
 
     def uncordon_node(self, ref: str) -> NodeInfo:
+        """Let new work on a node again; ends a drain of it."""
         node = self._find(ref)
-        node.cordoned, node.cordon_note = False, ""
-        node.on_change(node)
-        return self._info(node)
+        self._drains.end(node)
+        node.uncordon()
+        return self._watch.info(node)
+
+    def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
+        """Move a node's sessions away; the progress is there to be read. Raises LIMIT_EXCEEDED for that."""
+        node = self._find(ref)
+        leave = self._watch.enter()
+        return DrainProgress(self._drains.start(node, by, note), self._watch.stopping, leave)
+
+    def watch_fleet(self, *, with_turns: bool) -> Watcher:
+        """The fleet, and what becomes of it. Raises LIMIT_EXCEEDED."""
+        return self._watch.open(with_turns=with_turns)
 
     # Asking
 
@@ -133,6 +170,9 @@ class Operators:
             identity=hello.identity if hello else "",
             models=hello.models if hello else (),
             latency_s=self._clock() - asked_s,
+            version=hello.version if hello else 0,
+            authenticated=hello is not None and hello.authenticated,
+            encrypted=hello is not None and hello.encrypted,
         )
 
     def explain_placement(self, session_id: str, spec: SessionSpec | None, prompt_tokens: int) -> Explanation:
@@ -160,35 +200,9 @@ class Operators:
             raise self._fleet.unknown_node(ref)
         return node
 
-    def _info(self, node: Node) -> NodeInfo:
-        now_s, unix_s = self._clock(), self._wall_clock()
-        return NodeInfo(
-            name=node.name,
-            address=node.address,
-            incarnation=node.incarnation,
-            state=node.state,
-            state_detail=node.state_detail,
-            cordoned=node.cordoned,
-            cordon_note=node.cordon_note,
-            reports_stale=node.reports_stale,
-            labels=node.labels,
-            models=tuple(node.models.values()),
-            features=node.features,
-            report=node.report,
-            report_age_s=None if node.report_at_s is None else now_s - node.report_at_s,
-            lanes=node.lanes,
-            sessions=node.sessions,
-            running=len(node.running),
-            queued=len(node.queue),
-            reservations=node.reservations,
-            outbox=len(node.outbox),
-            failures=dict(node.failures),
-            last_seen_at=unix_s - (now_s - node.last_sign_s) if node.ever_heard else None,
-        )
-
 
 def _summary(name: str, nodes: Sequence[Node]) -> ModelSummary:
-    up = [node for node in nodes if node.usable and not node.cordoned]
+    up = [node for node in nodes if node.usable and node.open_to_work]
     windows = [node.models[name].max_context_tokens for node in up or nodes]
     first = nodes[0].models[name]
     model = ModelInfo(

@@ -81,6 +81,9 @@ class LinkListener(Protocol):
     def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
         """A report; empty `models` = as before."""
 
+    def on_leaving(self) -> None:
+        """The node is being stopped in order: it takes nothing new, and its link will end."""
+
     def on_lost(self, error: LinkError) -> None:
         """The link is gone. Called at most once, and not after close()."""
 
@@ -147,3 +150,14 @@ class Dialer(Protocol):
 
     async def probe(self, address: str, introduction: Introduction) -> NodeHello:
         """Dial and shake hands only. Raises as `connect`."""
+
+
+class ResolveError(Exception):
+    """A look-up gave no addresses; the text says why, for operators."""
+
+
+class Resolver(Protocol):
+    """Looks up names."""
+
+    async def resolve(self, name: str, port: int) -> Sequence[str]:
+        """All addresses the name has, host:port each, IPv6 hosts in brackets. Raises ResolveError."""

@@ -21,9 +21,19 @@ class Binding:
     `overhang`: the node holds more behind that, which has been cut here since.
     """
 
-    __slots__ = ("_commands", "assigned", "epoch", "life", "node", "overhang", "sent", "synced_tokens")
+    __slots__ = (
+        "_commands",
+        "_generates",
+        "assigned",
+        "epoch",
+        "life",
+        "node",
+        "overhang",
+        "sent",
+        "synced_tokens",
+    )
 
-    def __init__(self, node: Node, epoch: int) -> None:
+    def __init__(self, node: Node, epoch: int, *, generates: bool) -> None:
         self.node = node
         self.life = node.life
         self.epoch = epoch
@@ -32,7 +42,9 @@ class Binding:
         self.synced_tokens: int | None = 0
         self.overhang = False
         self._commands = 0
+        self._generates = generates
         node.sessions += 1
+        node.generating_sessions += generates
 
     @property
     def valid(self) -> bool:
@@ -49,6 +61,12 @@ class Binding:
     def usable(self) -> bool:
         """Valid, and the node can be used now."""
         return self.valid and self.node.usable
+
+    def generates(self, now: bool) -> None:  # noqa: FBT001
+        """Whether the session has a generation; its node counts those that have."""
+        if self.life == self.node.life:
+            self.node.generating_sessions += now - self._generates
+        self._generates = now
 
     def cut(self, length: int) -> None:
         """The context was cut to `length`."""
@@ -69,6 +87,7 @@ class Binding:
         """The session leaves; the node is owed a revoke when it may hold something."""
         if self.life == self.node.life:
             self.node.sessions -= 1
+            self.node.generating_sessions -= self._generates
             if self.sent:
                 self.node.owe_revoke(session_id, self.epoch, surely_held=self.assigned)
 
@@ -85,8 +104,10 @@ class Session:
         now_s: float,
         unix_s: float,
         number: int,
+        owner: str = "",
     ) -> None:
         self.session_id = session_id
+        self.owner = owner
         self.spec = spec
         self.sampling = sampling
         self.context = Context()
@@ -112,14 +133,30 @@ class Session:
             return SessionState.BOUND
         return SessionState.UNBOUND
 
+    @property
+    def node_name(self) -> str:
+        """The node it is bound to, "" where it is to none that can be used."""
+        return self.binding.node.name if self.binding is not None and self.binding.usable else ""
+
+    def generates(self, generation_id: str) -> None:
+        """It has that generation from now on; "" = none."""
+        self.generation_id = generation_id
+        if self.binding is not None:
+            self.binding.generates(bool(generation_id))
+
     def bind(self, node: Node, next_epoch: Callable[[], int]) -> Binding:
         """The binding to use on `node`: the one there is while it holds, else a new one under a new epoch."""
         binding = self.binding
         if binding is not None and binding.node is node and binding.valid:
             return binding
         self.unbind()
-        self.binding = Binding(node, next_epoch())
+        self.binding = Binding(node, next_epoch(), generates=bool(self.generation_id))
         return self.binding
+
+    def take_binding(self, binding: Binding) -> None:
+        """Leave the node for one that `binding` was made on beforehand."""
+        self.unbind()
+        self.binding = binding
 
     def unbind(self) -> None:
         """Leave the node; owes it a revoke."""
@@ -153,9 +190,10 @@ class Session:
             state=self.state,
             context_length=len(self.context),
             context_crc32=self.context.crc32,
-            node=bound.node.name if bound else "",
+            node=self.node_name,
             epoch=bound.epoch if bound else 0,
             generation_id=self.generation_id,
             created_at=self.created_at,
             last_used_at=self.last_used_at,
+            owner=self.owner,
         )

@@ -5,9 +5,11 @@ Which operation is allowed when is domain/session_table.py; here it is carried o
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.context import Context
@@ -24,6 +26,9 @@ from fleet_service.runtime.views import SessionView
 
 SCAN_LIMIT = 10_000
 """Sessions looked at for one page of a filtered list; a page may come back short, with a token."""
+
+LEAVE_AT_ONCE = 1_000
+"""Sessions looked at before others have their turn, when a node is drained."""
 
 
 class Sessions:
@@ -47,6 +52,7 @@ class Sessions:
         self._numbers: list[int] = []
         self._last_number = 0
         self._context_tokens = 0
+        self._parked = 0
         # Both by last use, the longest unused first, so that housekeeping costs what it does.
         self._by_use: OrderedDict[str, Session] = OrderedDict()
         self._bound_by_use: OrderedDict[str, Session] = OrderedDict()
@@ -54,16 +60,28 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def parked(self) -> int:
+        """How many are parked."""
+        return self._parked
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all contexts together."""
+        return self._context_tokens
+
     # Making and finding
 
-    def create(self, session_id: str, spec: SessionSpec, token_ids: Sequence[int]) -> Session:
+    def create(
+        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], owner: str = ""
+    ) -> Session:
         """A session, bound to a node. Raises FleetError: it exists, a limit, or why it cannot be placed."""
-        session = self.draft(session_id, spec, token_ids)
+        session = self.draft(session_id, spec, token_ids, owner)
         self._fleet.bind(session, self._fleet.session_demand(session, grown=False))
         self.keep(session)
         return session
 
-    def draft(self, session_id: str, spec: SessionSpec, token_ids: Sequence[int]) -> Session:
+    def draft(self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], owner: str = "") -> Session:
         """A session nobody knows yet and that no node was chosen for."""
         if session_id in self._by_id:
             raise FleetError(
@@ -89,6 +107,7 @@ class Sessions:
             now_s=self._clock(),
             unix_s=self._wall_clock(),
             number=self._last_number,
+            owner=owner,
         )
         session.context.append(token_ids)
         return session
@@ -101,10 +120,10 @@ class Sessions:
         self._numbers.append(session.number)
         self.touch(session)
 
-    def get(self, session_id: str) -> Session:
-        """Raises SESSION_NOT_FOUND."""
+    def get(self, session_id: str, owner: str | None = None) -> Session:
+        """The session, if it is that caller's (None: whose ever it is). Raises SESSION_NOT_FOUND."""
         session = self._by_id.get(session_id)
-        if session is None:
+        if session is None or owner not in (None, session.owner):
             raise FleetError(
                 Reason.SESSION_NOT_FOUND,
                 f"no session {session_id}: it was never made, was finished, or expired; create one",
@@ -119,12 +138,19 @@ class Sessions:
         session.last_used_at = self._wall_clock()
         self._by_use[session.session_id] = session
         self._by_use.move_to_end(session.session_id)
-        if session.binding is not None:
+        if self._is_drained(session):
+            self._leave_drained(session)
+        elif session.binding is not None:
             self._bound_by_use[session.session_id] = session
             self._bound_by_use.move_to_end(session.session_id)
 
     def page(
-        self, page_size: int, page_token: str, state: SessionState | None, node: str
+        self,
+        page_size: int,
+        page_token: str,
+        state: SessionState | None,
+        node: str,
+        owner: str | None = None,
     ) -> tuple[list[SessionView], str]:
         """Sessions from the oldest on, and the token of the next page ("" at the end)."""
         after = _number_of(page_token)
@@ -132,7 +158,7 @@ class Sessions:
         start = bisect_right(self._numbers, after)
         for scanned, number in enumerate(self._numbers[start : start + SCAN_LIMIT], start=1):
             session = self._by_number.get(number)
-            if session is not None:
+            if session is not None and owner in (None, session.owner):
                 view = session.view()
                 if (state is None or view.state is state) and (not node or view.node == node):
                     views.append(view)
@@ -141,13 +167,30 @@ class Sessions:
                 return views, str(number) if more else ""
         return views, ""
 
+    def lately_used(self, count: int, state: SessionState | None, node: str, text: str) -> list[SessionView]:
+        """Up to `count`, the last used first, with `text` in their id, model or owner ("" = any)."""
+        views: list[SessionView] = []
+        for session in islice(reversed(self._by_use.values()), SCAN_LIMIT):
+            if state not in (None, session.state) or (node and session.node_name != node):
+                continue
+            if any(text in name for name in (session.session_id, session.spec.model, session.owner)):
+                views.append(session.view())
+                if len(views) == count:
+                    break
+        return views
+
     # What callers do to them
 
     async def append(
-        self, session_id: str, token_ids: Sequence[int], expected_length: int | None, truncate_to: int | None
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        expected_length: int | None,
+        truncate_to: int | None,
+        owner: str | None = None,
     ) -> SessionView:
         """Set context = context[:truncate_to] + token_ids. Nothing changes when it is refused."""
-        session = await self._settled(session_id)
+        session = await self._settled(session_id, owner)
         apply(session.state, SessionOp.APPEND, session_id=session_id)
         length = len(session.context)
         if expected_length is not None and expected_length != length:
@@ -169,18 +212,20 @@ class Sessions:
         self.touch(session)
         return session.view()
 
-    async def park(self, session_id: str) -> SessionView:
-        session = await self._settled(session_id)
+    async def park(self, session_id: str, owner: str | None = None) -> SessionView:
+        session = await self._settled(session_id, owner)
         apply(session.state, SessionOp.PARK, session_id=session_id)
         self._leave_node(session)
+        self._parked += not session.parked
         session.parked = True
         self.touch(session)
         return session.view()
 
-    async def resume(self, session_id: str) -> SessionView:
-        session = await self._settled(session_id)
+    async def resume(self, session_id: str, owner: str | None = None) -> SessionView:
+        session = await self._settled(session_id, owner)
         apply(session.state, SessionOp.RESUME, session_id=session_id)
         self._fleet.bind(session, self._fleet.session_demand(session))
+        self._parked -= session.parked
         session.parked = False
         self.touch(session)
         return session.view()
@@ -192,6 +237,7 @@ class Sessions:
         self._leave_node(session)
         if self._by_id.pop(session.session_id, None) is not None:
             del self._by_number[session.number]
+            self._parked -= session.parked
             self._context_tokens -= len(session.context)
             session.context = Context()  # its last generation may be kept for long
             self._by_use.pop(session.session_id, None)
@@ -238,9 +284,32 @@ class Sessions:
                 done += 1
         return done
 
-    async def _settled(self, session_id: str) -> Session:
-        await self.get(session_id).settle()
-        return self.get(session_id)
+    async def leave_drained(self, node: Node) -> None:
+        """Unbind the idle sessions of a node that is being drained; others have their turn in between."""
+        for number, session_id in enumerate(list(self._bound_by_use), start=1):
+            session = self._bound_by_use.get(session_id)
+            if session is not None and self._is_drained(session, node):
+                self._leave_drained(session)
+            if number % LEAVE_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    @staticmethod
+    def _is_drained(session: Session, node: Node | None = None) -> bool:
+        """It is idle and bound to a node (that one) which is being drained."""
+        binding = session.binding
+        if binding is None or binding.node.drain is None or session.generation_id:
+            return False
+        return node is None or binding.node is node
+
+    def _leave_drained(self, session: Session) -> None:
+        binding = session.binding
+        if binding is not None and binding.node.drain is not None:
+            binding.node.drain.unbound += 1
+        self._leave_node(session)
+
+    async def _settled(self, session_id: str, owner: str | None) -> Session:
+        await self.get(session_id, owner).settle()
+        return self.get(session_id, owner)
 
     def _leave_node(self, session: Session) -> None:
         session.unbind()

@@ -65,5 +65,17 @@ class HeadSettings:
     max_context_tokens: int = 4_000_000
     max_request_ids: int = 1_000_000
     max_held_cancels: int = 10_000
+    max_watchers: int = 64
+    watch_events_kept: int = 1_000  # for each watcher, until it reads them
     max_total_context_tokens: int = 500_000_000  # of all sessions together; 4 bytes each
     max_finished_tokens: int = 50_000_000  # of all finished generations kept
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoverySettings:
+    """How the addresses of names are looked up."""
+
+    dns_refresh_s: float = 10.0
+    dns_timeout_s: float = 5.0
+    max_dns_names: int = 64
+    max_addresses_per_name: int = 1024

@@ -16,7 +16,8 @@ from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.keeper import NodeKeeper
 from fleet_service.runtime.ledger import RequestLedger
-from fleet_service.runtime.node import Grant, Node
+from fleet_service.runtime.node import Node
+from fleet_service.runtime.reservation import Grant
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.silence import judge_silence
@@ -25,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 # A tick this much late means that the head itself did not run: its nodes' silence is not theirs.
 OWN_STALL_S = 0.5
+# After that, what came meanwhile is let in for so long before a node is judged.
+LET_IN_S = 0.2
 # Waiting attempts looked at for a move, per tick.
 REBALANCE_LIMIT = 64
 
@@ -62,6 +65,8 @@ class Tender:
             now_s = self._clock()
             if now_s - due_s > OWN_STALL_S:
                 self._excuse(now_s - due_s)
+                await asyncio.sleep(LET_IN_S)
+                now_s = self._clock()
             self.tick(now_s)
             due_s = now_s + self.period_s
 
@@ -130,6 +135,7 @@ class Tender:
 
     def _check_books(self) -> None:
         wrong = [node for node in self._fleet.nodes if not node.books_balance]
+        self._fleet.observer.books_checked(len(wrong))
         for node in wrong:
             log.error(
                 "books_do_not_balance",

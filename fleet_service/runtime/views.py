@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fleet_service.domain.errors import FleetError
-from fleet_service.domain.events import Finished
+from fleet_service.domain.events import Finished, Moved
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeState, Report
 from fleet_service.domain.placement import Verdict
 from fleet_service.domain.session_table import SessionState
@@ -20,6 +20,8 @@ class RequestKey:
 
     request_id: str
     fingerprint: bytes
+    owner: str = ""
+    """Whose id it is: callers may choose the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,34 @@ class SessionView:
     generation_id: str
     created_at: float
     last_used_at: float
+    owner: str = ""
+
+
+class DrainState(Enum):
+    """How far a drain has come."""
+
+    DRAINING = "draining"
+    DRAINED = "drained"
+    ENDED = "ended"
+    NODE_REMOVED = "node_removed"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainInfo:
+    """A drain at one moment (fleet.v1.Drain)."""
+
+    state: DrainState
+    by: str
+    note: str
+    started_at: float
+    ended_at: float | None
+    sessions: int
+    generations: int
+    waiting: int
+    staying: int
+    owed: int
+    moved: int
+    unbound: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +93,28 @@ class NodeInfo:
     outbox: int
     failures: Mapping[str, int]
     last_seen_at: float | None
+    version: int = 0
+    """Of the protocol spoken; 0 before the first handshake."""
+    authenticated: bool = False
+    encrypted: bool = False
+    found_by: str = ""
+    unlisted: bool = False
+    cordoned_by: str = ""
+    cordoned_at: float | None = None
+    drain: DrainInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NameInfo:
+    """A name whose addresses are nodes, at one moment (fleet.v1.DnsName)."""
+
+    entry: str
+    addresses: tuple[str, ...]
+    other_ways: tuple[str, ...]
+    removed: tuple[str, ...]
+    left_out: int
+    failure: str
+    resolved_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +128,9 @@ class ProbeResult:
     identity: str
     models: tuple[ModelInfo, ...]
     latency_s: float
+    version: int = 0
+    authenticated: bool = False
+    encrypted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +166,53 @@ class Explanation:
     chosen: str
     refusal: FleetError | None
     verdicts: Sequence[Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSummary:
+    """What a head holds, in numbers (fleet.v1.FleetSummary)."""
+
+    sessions: Mapping[SessionState, int]
+    generations: int
+    queued: int
+    context_tokens: int
+    books_balance: bool
+    stopping: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedOn:
+    """A node was chosen for a generation."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndedOn:
+    """A generation ended; its last attempt was on `node`, "" where there was none."""
+
+    node: str
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of one generation (fleet.v1.FleetEvent). `at` in unix seconds."""
+
+    at: float
+    generation_id: str
+    session_id: str
+    model: str
+    what: PlacedOn | Moved | EndedOn
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChange:
+    """What is new to a watcher (fleet.v1.WatchFleetResponse). `summary` None: as it was."""
+
+    snapshot: bool
+    nodes: Sequence[NodeInfo]
+    removed: Sequence[str]
+    summary: FleetSummary | None
+    turns: Sequence[Turn]
+    skipped: int

@@ -1,1 +1,1 @@
-"""Logs and traces."""
+"""Logs, traces and metrics."""

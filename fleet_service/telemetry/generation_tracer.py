@@ -1,4 +1,8 @@
-"""A span per generation and a child per attempt (runtime.observer); events at their turns, none per token."""
+"""Spans of generations (runtime.observer): one each, with a child per placement and per attempt.
+
+Their turns are events; nothing is recorded per token. Attribute names are those of the OpenTelemetry semantic
+conventions for generative AI and RPC where they have one; ours begin with "fleet.".
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,26 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from fleet_service.domain.errors import Reason
 from fleet_service.domain.events import Finished, FinishReason, Moved
+from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.placement import Verdict
 from fleet_service.runtime.observer import GenerationInfo
 
 GENERATION_SPAN = "generation"
+PLACEMENT_SPAN = "placement"
 ATTEMPT_SPAN = "fleet.v1.NodeService/Generate"
+_PROVIDER = "fleet"
 _MAX_CANDIDATES = 32
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class GenerationTracer:
-    """Traces every generation (runtime.observer.FleetObserver)."""
+    """Traces every generation (runtime.observer.FleetObserver). `now_ns` is the wall clock."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, now_ns: Callable[[], int]) -> None:
         self._tracer = tracer
+        self._now_ns = now_ns
 
     def generation_started(self, info: GenerationInfo, parent: object | None) -> GenerationSpan:
         """A span under `parent`, the context of the call that asked for it; a trace of its own without."""
@@ -32,32 +41,52 @@ class GenerationTracer:
             kind=SpanKind.INTERNAL,
             attributes={
                 "gen_ai.operation.name": "text_completion",
+                "gen_ai.provider.name": _PROVIDER,
                 "gen_ai.request.model": info.model,
                 "gen_ai.request.max_tokens": info.max_new_tokens,
                 "gen_ai.usage.input_tokens": info.context_tokens,
+                "gen_ai.conversation.id": info.session_id,
+                "gen_ai.response.id": info.generation_id,
                 "fleet.session.id": info.session_id,
                 "fleet.generation.id": info.generation_id,
                 "fleet.qos_class": info.qos.name,
                 "fleet.max_wall_ms": round(info.max_wall_s * 1000),
             },
         )
-        return GenerationSpan(self._tracer, span)
+        return GenerationSpan(self._tracer, span, self._now_ns)
+
+    def placement(self, refused: Reason | None) -> None:
+        """In the span of the call or the generation that it was for."""
+
+    def books_checked(self, wrong_nodes: int) -> None:
+        """No span: the head logs it."""
 
 
 class GenerationSpan:
     """One generation (runtime.observer.GenerationTrace)."""
 
-    __slots__ = ("_context", "_span", "_tracer")
+    __slots__ = ("_context", "_homeless_since_ns", "_now_ns", "_span", "_tracer")
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
+    def __init__(self, tracer: Tracer, span: Span, now_ns: Callable[[], int]) -> None:
         self._tracer = tracer
         self._span = span
+        self._now_ns = now_ns
         self._context = set_span_in_context(span, Context())
+        self._homeless_since_ns = now_ns() if span.is_recording() else 0
 
     def placed(self, node: str, verdicts: Callable[[], Sequence[Verdict]]) -> None:
+        """A span from when a node was needed, so that it shows a wait for one."""
         if self._span.is_recording():
             shown = [_terms(verdict) for verdict in verdicts()[:_MAX_CANDIDATES]]
-            self._span.add_event("placement", {"fleet.node": node, "fleet.candidates": shown})
+            self._tracer.start_span(
+                PLACEMENT_SPAN,
+                context=self._context,
+                attributes={"fleet.node": node, "fleet.candidates": shown},
+                start_time=self._homeless_since_ns,
+            ).end(self._now_ns())
+
+    def waited(self, waited_s: float) -> None:
+        """Told with the finish, for all waits together."""
 
     def attempt_started(self, node: str, epoch: int, number: int, next_index: int) -> AttemptSpan:
         span = self._tracer.start_span(
@@ -77,6 +106,11 @@ class GenerationSpan:
 
     def first_token(self) -> None:
         self._span.add_event("first_token")
+
+    def failed(self, kind: FailureClass) -> None:
+        """Told by the attempt's own span. The next node is looked for from now on."""
+        if self._span.is_recording():
+            self._homeless_since_ns = self._now_ns()
 
     def moved(self, event: Moved) -> None:
         self._span.add_event(
@@ -106,9 +140,10 @@ class GenerationSpan:
                 }
             )
             if event.timings.first_token_s is not None:
-                span.set_attribute("fleet.first_token_ms", round(event.timings.first_token_s * 1000))
-            if event.reason is FinishReason.ERROR:
-                cause = "INTERNAL" if event.error is None else event.error.reason.value
+                first_s = round(event.timings.first_token_s, 6)
+                span.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
+            cause = _error_of(event)
+            if cause:
                 span.set_attribute("error.type", cause)
                 span.set_status(Status(StatusCode.ERROR, cause))
         span.end()
@@ -133,6 +168,13 @@ class AttemptSpan:
             self._span.set_attribute("error.type", failure)
             self._span.set_status(Status(StatusCode.ERROR, failure))
         self._span.end()
+
+
+def _error_of(event: Finished) -> str:
+    """What makes it an error; empty: it ended as asked, and to be cancelled is to end as asked."""
+    if event.reason is FinishReason.ERROR:
+        return Reason.INTERNAL.value if event.error is None else event.error.reason.value
+    return FinishReason.WALL_CLOCK.value if event.reason is FinishReason.WALL_CLOCK else ""
 
 
 def _terms(verdict: Verdict) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ _EXPORT_TIMEOUT_S = 5
 CLOSE_S = 2.0
 """How long an ending head waits for its last spans to go."""
 _W3C_KEYS = frozenset({"traceparent", "tracestate"})
+_OTHER_METHOD = "_OTHER"
+"""What the conventions call a method that there is not."""
 _SERVER_FAULTS = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
@@ -75,7 +78,7 @@ class Tracing:
         self._provider.add_span_processor(processor or _otlp(settings.otlp_endpoint))
         tracer = self._provider.get_tracer(_SCOPE, settings.version)
         self.rpc_observer = RpcTracer(tracer)
-        self.fleet_observer = GenerationTracer(tracer)
+        self.fleet_observer = GenerationTracer(tracer, time.time_ns)
 
     async def close(self) -> None:
         """Send what is left, for CLOSE_S at most; a collector that is away keeps nobody from ending."""
@@ -114,7 +117,7 @@ class RpcTracer:
             method,
             context=self._propagator.extract(carrier, context=Context()),
             kind=SpanKind.SERVER,
-            attributes={"rpc.system.name": "grpc", "rpc.method": method},
+            attributes={"rpc.system.name": "grpc", "rpc.method": method if "/" in method else _OTHER_METHOD},
         )
         return RpcSpan(span)
 

@@ -28,6 +28,11 @@ class Leases:
         return owner in self._ends_ms
 
     @property
+    def fleet_id(self) -> str:
+        """The fleet whose lease runs, the first of several; empty = none does."""
+        return next((owner.fleet_id for owner in self._ends_ms), "")
+
+    @property
     def first_expiry_ms(self) -> int | None:
         """When the next lease runs out; None when there is none."""
         return self._first_expiry_ms

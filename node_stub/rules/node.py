@@ -290,6 +290,11 @@ class NodeRules:
         """Highest epoch seen of any session of the fleet; 0 = none."""
         return max(self._highest.get(fleet_id, 0), self._highest_of_any)
 
+    def fleet_at_work(self, now_ms: int) -> str:
+        """The fleet whose head has a running lease here; empty = none has."""
+        self.expire(now_ms)
+        return self._leases.fleet_id
+
     def holdings(self) -> list[Holding]:
         return [
             Holding(r.session_id, r.epoch, r.owner, len(r.context), r.fenced) for r in self._records.values()
@@ -337,7 +342,7 @@ class NodeRules:
             return self._busy("every session's place is taken")
         if owner not in self._leases and len(self._leases) >= self.limits.max_leases:
             return self._busy("too many heads hold a lease")
-        if owner.fleet_id not in self._highest and len(self._highest) >= self.limits.max_fleets:
+        if owner.fleet_id not in self._highest and not self._room_for_fleet():
             return self._busy("too many fleets")
         return None
 
@@ -399,6 +404,17 @@ class NodeRules:
         if not fenced:
             return False
         del self._records[min(fenced, key=lambda record: record.forgotten_ms).session_id]
+        return True
+
+    def _room_for_fleet(self) -> bool:
+        """Make room with a fleet that has no session here; its epochs count for each from then on."""
+        if len(self._highest) < self.limits.max_fleets:
+            return True
+        present = {record.owner.fleet_id for record in self._records.values()}
+        absent = next((fleet_id for fleet_id in self._highest if fleet_id not in present), None)
+        if absent is None:
+            return False
+        self._highest_of_any = max(self._highest_of_any, self._highest.pop(absent))
         return True
 
     def _drop(self, record: Record, refusal: Refusal) -> None:

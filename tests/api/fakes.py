@@ -26,12 +26,15 @@ from fleet_service.runtime.views import (
     CancelOutcome,
     CancelResult,
     Explanation,
+    FleetChange,
     ModelSummary,
+    NameInfo,
     NodeInfo,
     ProbeResult,
     RequestKey,
     SessionView,
 )
+from tests.api.fake_watching import DRAIN, DRAINED, SUMMARY, FakeProgress, FakeWatcher, change
 
 MODEL = ModelInfo("toy", "r1", 1000, frozenset({2, 1}), 4096)
 TIMINGS = Timings(queued_s=0.001, first_token_s=0.25, total_s=1.5, longest_gap_s=0.3)
@@ -55,6 +58,15 @@ SESSION = SessionView(
     created_at=1_700_000_000.25,
     last_used_at=1_700_000_001.5,
 )
+NAME = NameInfo(
+    entry="dns:///nodes.example:8454",
+    addresses=("10.0.0.1:8454", "10.0.0.2:8454", "[2001:db8::1]:8454"),
+    other_ways=("[2001:db8::1]:8454",),
+    removed=("10.0.0.2:8454",),
+    left_out=3,
+    failure="name not found",
+    resolved_at=1_700_000_002.5,
+)
 NODE = NodeInfo(
     name="node-a",
     address="10.0.0.1:8454",
@@ -77,7 +89,13 @@ NODE = NodeInfo(
     outbox=0,
     failures={"LINK_LOST": 2},
     last_seen_at=1_700_000_002.0,
+    found_by=NAME.entry,
+    unlisted=True,
+    cordoned_by="ops",
+    cordoned_at=1_700_000_000.5,
+    drain=DRAIN,
 )
+SNAPSHOT = FleetChange(True, [NODE], (), SUMMARY, (), 0)
 VERDICT = Verdict(
     node="node-a",
     eligible=True,
@@ -162,34 +180,38 @@ class FakeHead:
     def __init__(self) -> None:
         self.errors: dict[str, Exception] = {}
         self.calls: dict[str, tuple[Any, ...]] = {}
+        self.owners: dict[str, str] = {}
         self.generation = FakeGeneration(FakeReader([STORY[:1], STORY[1:3], STORY[3:]]))
         self.context: Sequence[int] = [5, 6, 7]
         self.cancel_result = CancelResult(CancelOutcome.HELD, None)
+        self.progress = FakeProgress(DRAIN, DRAINED)
+        self.watcher = FakeWatcher(SNAPSHOT, change(FINISHED))
         self.explanation = Explanation("load-aware", "node-a", None, [VERDICT])
 
-    def _take(self, method: str, *arguments: Any) -> None:
+    def _take(self, method: str, *arguments: Any, owner: str = "") -> None:
         self.calls[method] = arguments
+        self.owners[method] = owner
         if method in self.errors:
             raise self.errors[method]
 
     async def create_session(
-        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None
+        self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None, owner: str
     ) -> SessionView:
-        self._take("create_session", session_id, spec, token_ids, key)
+        self._take("create_session", session_id, spec, token_ids, key, owner=owner)
         return SESSION
 
-    def get_session(self, session_id: str) -> SessionView:
-        self._take("get_session", session_id)
+    def get_session(self, session_id: str, owner: str) -> SessionView:
+        self._take("get_session", session_id, owner=owner)
         return SESSION
 
-    def context_of(self, session_id: str) -> Sequence[int]:
-        self._take("context_of", session_id)
+    def context_of(self, session_id: str, owner: str) -> Sequence[int]:
+        self._take("context_of", session_id, owner=owner)
         return self.context
 
     def list_sessions(
-        self, page_size: int, page_token: str, state: SessionState | None, node: str
+        self, page_size: int, page_token: str, state: SessionState | None, node: str, owner: str
     ) -> tuple[list[SessionView], str]:
-        self._take("list_sessions", page_size, page_token, state, node)
+        self._take("list_sessions", page_size, page_token, state, node, owner=owner)
         return [SESSION], "more"
 
     async def append_tokens(
@@ -199,20 +221,21 @@ class FakeHead:
         expected_length: int | None,
         truncate_to: int | None,
         key: RequestKey | None,
+        owner: str,
     ) -> SessionView:
-        self._take("append_tokens", session_id, token_ids, expected_length, truncate_to, key)
+        self._take("append_tokens", session_id, token_ids, expected_length, truncate_to, key, owner=owner)
         return SESSION
 
-    async def park_session(self, session_id: str) -> SessionView:
-        self._take("park_session", session_id)
+    async def park_session(self, session_id: str, owner: str) -> SessionView:
+        self._take("park_session", session_id, owner=owner)
         return SESSION
 
-    async def resume_session(self, session_id: str) -> SessionView:
-        self._take("resume_session", session_id)
+    async def resume_session(self, session_id: str, owner: str) -> SessionView:
+        self._take("resume_session", session_id, owner=owner)
         return SESSION
 
-    async def finish_session(self, session_id: str) -> SessionView:
-        self._take("finish_session", session_id)
+    async def finish_session(self, session_id: str, owner: str) -> SessionView:
+        self._take("finish_session", session_id, owner=owner)
         return SESSION
 
     async def generate(
@@ -222,8 +245,9 @@ class FakeHead:
         spec: GenerationSpec,
         key: RequestKey | None,
         trace: object | None,
+        owner: str,
     ) -> FakeGeneration:
-        self._take("generate", session_id, generation_id, spec, key, trace)
+        self._take("generate", session_id, generation_id, spec, key, trace, owner=owner)
         return self.generation
 
     async def complete(
@@ -234,16 +258,17 @@ class FakeHead:
         generation_id: str,
         key: RequestKey | None,
         trace: object | None,
+        owner: str,
     ) -> FakeGeneration:
-        self._take("complete", spec, token_ids, generation_spec, generation_id, key, trace)
+        self._take("complete", spec, token_ids, generation_spec, generation_id, key, trace, owner=owner)
         return self.generation
 
-    def find_generation(self, generation_id: str) -> FakeGeneration:
-        self._take("find_generation", generation_id)
+    def find_generation(self, generation_id: str, owner: str) -> FakeGeneration:
+        self._take("find_generation", generation_id, owner=owner)
         return self.generation
 
-    async def cancel_generation(self, generation_id: str) -> CancelResult:
-        self._take("cancel_generation", generation_id)
+    async def cancel_generation(self, generation_id: str, owner: str) -> CancelResult:
+        self._take("cancel_generation", generation_id, owner=owner)
         return self.cancel_result
 
     def list_models(self) -> list[ModelSummary]:
@@ -253,6 +278,17 @@ class FakeHead:
     def list_nodes(self) -> list[NodeInfo]:
         self._take("list_nodes")
         return [NODE]
+
+    def list_names(self) -> list[NameInfo]:
+        return [NAME]
+
+    async def add_name(self, entry: str) -> NameInfo:
+        self._take("add_name", entry)
+        return NAME
+
+    async def remove_name(self, entry: str) -> NameInfo:
+        self._take("remove_name", entry)
+        return NAME
 
     def get_node(self, ref: str) -> NodeInfo:
         self._take("get_node", ref)
@@ -270,13 +306,21 @@ class FakeHead:
         self._take("remove_node", ref)
         return NODE
 
-    def cordon_node(self, ref: str, note: str) -> NodeInfo:
-        self._take("cordon_node", ref, note)
+    def cordon_node(self, ref: str, note: str, by: str) -> NodeInfo:
+        self._take("cordon_node", ref, note, by)
         return NODE
 
     def uncordon_node(self, ref: str) -> NodeInfo:
         self._take("uncordon_node", ref)
         return NODE
+
+    def drain_node(self, ref: str, note: str, by: str) -> FakeProgress:
+        self._take("drain_node", ref, note, by)
+        return self.progress
+
+    def watch_fleet(self, *, with_turns: bool) -> FakeWatcher:
+        self._take("watch_fleet", with_turns)
+        return self.watcher
 
     def explain_placement(self, session_id: str, spec: SessionSpec | None, prompt_tokens: int) -> Explanation:
         self._take("explain_placement", session_id, spec, prompt_tokens)

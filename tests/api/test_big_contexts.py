@@ -9,14 +9,23 @@ from collections.abc import Sequence
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet_service.api.fleet_servicer import FleetServicer
 from fleet_service.api.validate import Limits
+from fleet_service.domain.access import ANYBODY
 from tests.api.fakes import FakeHead
 
 CONTEXT = array("I", range(300_001))
 
 
 class BigHead(FakeHead):
-    def context_of(self, session_id: str) -> Sequence[int]:
+    def context_of(self, session_id: str, owner: str) -> Sequence[int]:
         return CONTEXT
+
+
+class AnyCall:
+    trace = None
+    caller = ANYBODY
+
+    async def write(self, message: object) -> None:
+        raise AssertionError("a unary call writes nothing")
 
 
 async def test_others_are_answered_while_big_contexts_are_copied() -> None:
@@ -25,12 +34,12 @@ async def test_others_are_answered_while_big_contexts_are_copied() -> None:
     answered: list[str] = []
 
     async def big() -> fleet.GetSessionResponse:
-        reply = await servicer.GetSession(request, None)
+        reply = await servicer.GetSession(request, AnyCall())
         answered.append("big")
         return reply
 
     async def small() -> None:
-        await servicer.ListModels(fleet.ListModelsRequest(), None)
+        await servicer.ListModels(fleet.ListModelsRequest(), AnyCall())
         answered.append("small")
 
     async with asyncio.TaskGroup() as group:
@@ -43,8 +52,8 @@ async def test_others_are_answered_while_big_contexts_are_copied() -> None:
 async def test_a_caller_that_leaves_while_its_copy_is_made_holds_nobody_up() -> None:
     servicer = FleetServicer(BigHead(), Limits())
     request = fleet.GetSessionRequest(session_id="s1", include_token_ids=True)
-    leaves = asyncio.create_task(servicer.GetSession(request, None))
-    stays = asyncio.create_task(servicer.GetSession(request, None))
+    leaves = asyncio.create_task(servicer.GetSession(request, AnyCall()))
+    stays = asyncio.create_task(servicer.GetSession(request, AnyCall()))
     await asyncio.sleep(0)
     leaves.cancel()
     assert len((await stays).token_ids) == len(CONTEXT)

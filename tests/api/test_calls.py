@@ -16,7 +16,7 @@ from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import OnDisconnect, Qos, Replay, SamplingOverride
 from fleet_service.runtime.views import CancelOutcome, CancelResult, Explanation
 from tests.api.conftest import Edge
-from tests.api.fakes import FINISHED, STORY, VERDICT, FakeReader, not_found, refusal_of
+from tests.api.fakes import FINISHED, NAME, STORY, VERDICT, FakeReader, not_found, refusal_of
 
 SPEC = fleet.SessionSpec(
     model="toy",
@@ -219,12 +219,26 @@ async def test_operators_see_and_steer_nodes(edge: Edge) -> None:
     assert (await edge.admin.GetNode(admin.GetNodeRequest(node="node-a"))).node == node
     added = await edge.admin.AddNode(admin.AddNodeRequest(address="[::1]:8454"))
     removed = await edge.admin.RemoveNode(admin.RemoveNodeRequest(node="node-a"))
-    cordoned = await edge.admin.CordonNode(admin.CordonNodeRequest(node="node-a", note="disk"))
+    cordoned = await edge.admin.CordonNode(admin.CordonNodeRequest(node="node-a", note="disk", by="ops"))
     uncordoned = await edge.admin.UncordonNode(admin.UncordonNodeRequest(node="node-a"))
     assert added.node == removed.node == cordoned.node == uncordoned.node == node
-    assert edge.head.calls["cordon_node"] == ("node-a", "disk")
+    assert edge.head.calls["cordon_node"] == ("node-a", "disk", "ops")
+    assert (node.found_by, node.unlisted) == (NAME.entry, True)
     (probe,) = (await edge.admin.ProbeNodes(admin.ProbeNodesRequest())).probes
     assert (probe.reachable, probe.latency_ms) == (True, 12)
+
+
+async def test_operators_see_and_steer_names(edge: Edge) -> None:
+    (name,) = (await edge.admin.ListNodes(admin.ListNodesRequest())).names
+    assert (name.name, list(name.addresses)) == (NAME.entry, list(NAME.addresses))
+    assert (list(name.other_ways), list(name.removed)) == (list(NAME.other_ways), list(NAME.removed))
+    assert (name.left_out, name.failure) == (3, "name not found")
+    assert name.resolved_time.ToMilliseconds() == 1_700_000_002_500
+    added = await edge.admin.AddNode(admin.AddNodeRequest(address="dns:///Nodes.Example"))
+    removed = await edge.admin.RemoveNode(admin.RemoveNodeRequest(node="dns:///nodes.example"))
+    assert added == admin.AddNodeResponse(name=name)
+    assert removed == admin.RemoveNodeResponse(name=name)
+    assert edge.head.calls["add_name"] == edge.head.calls["remove_name"] == (NAME.entry,)
 
 
 async def test_explain_placement_shows_terms_or_the_refusal(edge: Edge) -> None:
@@ -282,8 +296,12 @@ ADMIN_CALLS: list[Refusal] = [
     ("probe_nodes", lambda e: e.admin.ProbeNodes(admin.ProbeNodesRequest(nodes=["n"]))),
     ("add_node", lambda e: e.admin.AddNode(admin.AddNodeRequest(address="h:1"))),
     ("remove_node", lambda e: e.admin.RemoveNode(admin.RemoveNodeRequest(node="n"))),
+    ("add_name", lambda e: e.admin.AddNode(admin.AddNodeRequest(address="dns:///n"))),
+    ("remove_name", lambda e: e.admin.RemoveNode(admin.RemoveNodeRequest(node="dns:///n"))),
     ("cordon_node", lambda e: e.admin.CordonNode(admin.CordonNodeRequest(node="n"))),
     ("uncordon_node", lambda e: e.admin.UncordonNode(admin.UncordonNodeRequest(node="n"))),
+    ("drain_node", lambda e: e.admin.DrainNode(admin.DrainNodeRequest(node="n"))),
+    ("watch_fleet", lambda e: e.admin.WatchFleet(admin.WatchFleetRequest())),
     (
         "explain_placement",
         lambda e: e.admin.ExplainPlacement(admin.ExplainPlacementRequest(session_id="s1")),

@@ -148,7 +148,7 @@ async def test_a_caller_that_hangs_up_at_its_deadline_did_not_cancel(
             return remaining_s
 
     trace = NullRpcObserver().rpc_started("m", ())
-    ServedCall(cast("Any", Context()), trace, cast("Any", edge.log), "req-1").gone()
+    ServedCall(cast("Any", Context()), trace, cast("Any", edge.log), "req-1", ()).gone()
     assert [(c.args, c.kwargs["code"]) for c in edge.log.calls] == [(("caller gone",), code)]
 
 

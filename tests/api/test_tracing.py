@@ -11,6 +11,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import ErrorCause, Finished, FinishReason, MoveCause, Moved
+from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.placement import Verdict
 from fleet_service.domain.specs import Qos
 from fleet_service.runtime.observer import FleetObserver, GenerationInfo, NullObserver
@@ -110,6 +111,17 @@ async def test_a_passed_deadline_is_an_error_of_that_name(edge: Edge) -> None:
     assert span.status.status_code is StatusCode.ERROR
 
 
+async def test_a_method_that_there_is_not_is_called_other(edge: Edge) -> None:
+    nobodys: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = edge.channel.unary_unary(
+        "/fleet.v1.FleetService/Nobodys"
+    )
+    with pytest.raises(grpc.aio.AioRpcError):
+        await nobodys(b"")
+    (span,) = await spans_after(edge, 1)
+    assert attributes(span)["rpc.method"] == "_OTHER", "a caller's invention is no name of ours"
+    assert attributes(span)["rpc.response.status_code"] == "UNIMPLEMENTED"
+
+
 async def test_a_failed_over_generation_is_one_tree_with_its_turns_as_events(edge: Edge) -> None:
     async for _ in edge.fleet.Generate(fleet.GenerateRequest(session_id="s1")):
         pass
@@ -125,7 +137,7 @@ async def test_a_failed_over_generation_is_one_tree_with_its_turns_as_events(edg
     second.ended(None, 23)
     trace.finished(FINISHED)
 
-    spans = await spans_after(edge, 4)
+    spans = await spans_after(edge, 5)
     call = by_name(spans)["fleet.v1.FleetService/Generate"]
     generation = by_name(spans)["generation"]
     lost, good = (span for span in spans if span.name == "fleet.v1.NodeService/Generate")
@@ -135,6 +147,8 @@ async def test_a_failed_over_generation_is_one_tree_with_its_turns_as_events(edg
     assert generation.parent is not None
     assert generation.parent.span_id == call.context.span_id
     assert generation.kind is SpanKind.INTERNAL
+    placement = by_name(spans)["placement"]
+    assert (placement.kind, placement.parent) == (SpanKind.INTERNAL, lost.parent)
     for attempt in (lost, good):
         assert attempt.kind is SpanKind.CLIENT
         assert attempt.parent is not None
@@ -151,13 +165,12 @@ async def test_a_failed_over_generation_is_one_tree_with_its_turns_as_events(edg
     assert (good.status.status_code, attributes(good)["fleet.tokens"]) == (StatusCode.UNSET, 23)
     assert attributes(good)["fleet.next_index"] == 17
 
-    assert [event.name for event in generation.events] == ["placement", "first_token", "moved", "finished"]
-    placement = dict(generation.events[0].attributes or {})
-    assert placement["fleet.node"] == "node-a"
-    assert placement["fleet.candidates"] == (
+    assert attributes(placement)["fleet.node"] == "node-a"
+    assert attributes(placement)["fleet.candidates"] == (
         "node-a eta=812ms ahead=2 decode=20/s prefill=200/s kv=30% sessions=2 reservations=1",
     )
-    assert dict(generation.events[2].attributes or {})["fleet.next_index"] == 17
+    assert [event.name for event in generation.events] == ["first_token", "moved", "finished"]
+    assert dict(generation.events[1].attributes or {})["fleet.next_index"] == 17
     assert attributes(generation)["gen_ai.request.model"] == "toy"
     assert attributes(generation)["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes(generation)["fleet.attempts"] == 1
@@ -171,6 +184,42 @@ async def test_a_generation_that_ends_with_an_error_says_which(edge: Edge) -> No
     (span,) = await spans_after(edge, 1)
     assert span.parent is None
     assert (span.status.status_code, attributes(span)["error.type"]) == (StatusCode.ERROR, "POISON_REQUEST")
+
+
+@pytest.mark.parametrize(
+    "reason, error_type",
+    [
+        (FinishReason.EOS, None),
+        (FinishReason.STOP, None),
+        (FinishReason.LENGTH, None),
+        (FinishReason.CANCELLED, None),
+        (FinishReason.WALL_CLOCK, "WALL_CLOCK"),
+        (FinishReason.ERROR, "INTERNAL"),
+    ],
+)
+async def test_a_cancel_is_no_error_and_a_passed_deadline_is_one(
+    edge: Edge, reason: FinishReason, error_type: str | None
+) -> None:
+    trace = edge.tracing.fleet_observer.generation_started(INFO, None)
+    trace.finished(Finished(reason, 3, 4, 1, TIMINGS))
+    (span,) = await spans_after(edge, 1)
+    assert attributes(span).get("error.type") == error_type
+    assert span.status.status_code is (StatusCode.ERROR if error_type else StatusCode.UNSET)
+
+
+async def test_a_placement_after_a_failure_is_as_long_as_the_search_for_a_node(edge: Edge) -> None:
+    trace = edge.tracing.fleet_observer.generation_started(INFO, None)
+    trace.placed("node-a", lambda: [VERDICT])
+    trace.attempt_started("node-a", 7, 1, 0).ended("link_lost", 0)
+    trace.failed(FailureClass.LINK_LOST)
+    lost = (await spans_after(edge, 2))[-1]
+    trace.placed("node-b", lambda: [VERDICT])
+    placement = (await spans_after(edge, 3))[-1]
+    trace.finished(FINISHED)
+    assert placement.start_time is not None
+    assert lost.end_time is not None
+    assert placement.end_time is not None
+    assert lost.end_time <= placement.start_time <= placement.end_time
 
 
 async def test_candidates_are_not_looked_at_for_a_trace_nobody_keeps(edge: Edge) -> None:

@@ -221,9 +221,14 @@ def test_pages_are_bounded() -> None:
         ("2001:db8::7:8454", False),
         ("http://10.0.0.1:8454", False),
         ("unix:/tmp/socket", False),
+        ("dns:///nodes.example:8454", True),
+        ("dns:///nodes.example", True),
+        ("dns:nodes.example", False),
+        ("dns://10.0.0.53/nodes.example", False),
+        ("dns:///10.0.0.1:8454", False),
     ],
 )
-def test_a_node_s_address_is_host_and_port(address: str, good: bool) -> None:
+def test_a_node_s_address_is_host_and_port_or_a_name(address: str, good: bool) -> None:
     request = admin.AddNodeRequest(address=address)
     assert fields(lambda: validate.check_add_node(request)) == ([] if good else ["address"])
 
@@ -231,6 +236,8 @@ def test_a_node_s_address_is_host_and_port(address: str, good: bool) -> None:
 def test_operators_requests_are_bounded() -> None:
     note = admin.CordonNodeRequest(node="n", note="x" * 513)
     assert fields(lambda: validate.check_node_request(note)) == ["note"]
+    name = admin.RemoveNodeRequest(node="dns://10.0.0.53/nodes.example")
+    assert fields(lambda: validate.check_node_request(name)) == ["node"]
     many = admin.ProbeNodesRequest(nodes=["n"] * 1025)
     assert fields(lambda: validate.check_probe_nodes(many)) == ["nodes"]
     both = admin.ExplainPlacementRequest(session_id="s", spec=fleet.SessionSpec(model="toy"))

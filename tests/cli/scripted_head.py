@@ -77,13 +77,14 @@ def finished(reason: str = "LENGTH", **more: Any) -> fleet.GenerationEvent:
 class ScriptedHead:
     """`streams` are played in order, one per call; `replies` by method. `calls` keeps every request.
 
-    `serving` is the callers' health, by service.
+    `told` is what the operators' streams say, by method. `serving` is the callers' health, by service.
     """
 
     address: str = ""
     admin_address: str = ""
     streams: list[Sequence[Step]] = field(default_factory=list)
     replies: dict[str, Message | Refuse | Hang] = field(default_factory=dict)
+    told: dict[str, Sequence[Message | Refuse | Hang]] = field(default_factory=dict)
     serving: dict[str, bool] = field(default_factory=lambda: {"": True, "fleet.v1.FleetService": True})
     calls: list[tuple[str, Any]] = field(default_factory=list)
     called: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -129,6 +130,20 @@ def _stream(method: str, response: Callable[..., Message]) -> Callable[..., Any]
     return answer
 
 
+def _told(method: str) -> Callable[..., Any]:
+    async def answer(self: Any, request: Any, context: Context) -> None:
+        await self.script.note(method, request)
+        for step in self.script.told[method]:
+            if isinstance(step, Refuse):
+                await step.end(context)
+            elif isinstance(step, Hang):
+                await asyncio.Event().wait()
+            else:
+                await context.write(step)
+
+    return answer
+
+
 def _servicer(base: type, script: ScriptedHead) -> Any:
     streams = {
         "Generate": fleet.GenerateResponse,
@@ -136,7 +151,11 @@ def _servicer(base: type, script: ScriptedHead) -> Any:
         "AttachGeneration": fleet.AttachGenerationResponse,
     }
     methods = [name for name in dir(base) if name[0].isupper()]
-    body = {name: _stream(name, streams[name]) if name in streams else _unary(name) for name in methods}
+    told = ("DrainNode", "WatchFleet")
+    body = {
+        name: _stream(name, streams[name]) if name in streams else (_told if name in told else _unary)(name)
+        for name in methods
+    }
     return type(f"Scripted{base.__name__}", (base,), {**body, "script": script})()
 
 

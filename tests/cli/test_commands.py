@@ -198,7 +198,7 @@ async def test_nodes_shows_a_line_per_node(head: ScriptedHead, fleet: Fleet) -> 
     ]
     for part in ("node-a", "10.0.0.7:8454", "up, cordoned", "stub", "3/8", "25 %", "700 ms"):
         assert part in line
-    assert note == "node-a: new driver; owed 1 revoke; 2 x link_lost"
+    assert note == "node-a: cordoned: new driver; owed 1 revoke; 2 x link_lost"
 
 
 async def test_nodes_as_json_has_every_field_with_numbers_as_numbers(

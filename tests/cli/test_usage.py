@@ -29,6 +29,7 @@ COMMANDS = [
     ["generate"],
     ["explain"],
     ["doctor"],
+    ["conformance"],
 ]
 
 

@@ -173,6 +173,37 @@ async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
     await real.until_idle()
 
 
+async def test_a_drained_node_gives_its_answer_away_while_watchers_look_on(real: RealFleet) -> None:
+    await real.fleet("cordon", "b")
+    asking = await real.start_fleet(
+        *("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "120", "--json")
+    )
+    assert asking.stdout is not None
+    while b'"tokens"' not in await asking.stdout.readline():
+        pass
+    await real.fleet("uncordon", "b")
+    watching = await real.start_fleet("nodes", "--watch", "--json")
+    assert watching.stdout is not None
+    assert json.loads(await watching.stdout.readline())["snapshot"]
+    drained = await real.fleet("drain", "a", "--note", "new driver", "--by", "olga", "--wait", "--json")
+    last = json.loads(drained.out.splitlines()[-1])["drain"]
+    assert (drained.code, last["state"], last["moved"], last["by"]) == (0, "DRAINED", 1, "olga")
+    out, _ = await asking.communicate()
+    events = [json.loads(line) for line in out.splitlines()]
+    moves = [event for event in events if event["event"] == "moved"]
+    assert [(move["from_node"], move["to_node"], move["cause"]) for move in moves] == [("a", "b", "DRAIN")]
+    assert events[-1]["reason"] == "LENGTH"
+    seen: list[dict[str, Any]] = []
+    while not any("moved" in event for event in seen):
+        seen += json.loads(await watching.stdout.readline())["events"]
+    watching.send_signal(signal.SIGINT)
+    await watching.communicate()
+    assert watching.returncode == 0
+    shown = (await real.nodes_as_json())["a"]
+    assert (shown["cordoned_by"], shown["cordon_note"]) == ("olga", "new driver")
+    assert "drained by olga" in (await real.fleet("doctor")).out
+
+
 async def test_a_cordoned_node_is_explained_and_gets_no_work(real: RealFleet) -> None:
     cordoned = await real.fleet("cordon", "a", "--note", "new driver", "--json")
     assert json.loads(cordoned.out)["cordon_note"] == "new driver"
@@ -291,7 +322,8 @@ async def test_an_address_that_is_not_ours_ends_the_start_and_says_so(real: Real
         ("203.0.113.1:1", "the address is none of this machine's"),
         ("no-such-host.invalid:1", "no-such-host.invalid is the name of no host"),
     ):
-        ended = await real.fleet("serve", "--listen", address, "--admin-listen", "127.0.0.1:0")
+        listen = ["--listen", address, "--admin-listen", "127.0.0.1:0"]
+        ended = await real.fleet("serve", "--insecure-no-auth", *listen)
         assert (ended.code, f"cannot listen on {address}: {why};" in ended.err) == (1, True)
 
 

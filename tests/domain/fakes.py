@@ -22,6 +22,7 @@ class FakeNode:
     state: NodeState = NodeState.UP
     state_detail: str = ""
     cordoned: bool = False
+    unlisted: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, ModelInfo] = field(default_factory=lambda: serving(MODEL))
     report: Report | None = None

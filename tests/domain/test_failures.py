@@ -55,7 +55,14 @@ def test_an_attempt_that_added_a_token_resets_the_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [FailureClass.BUSY, FailureClass.FENCED, FailureClass.EVICTED, FailureClass.REMOVED]
+    "kind",
+    [
+        FailureClass.BUSY,
+        FailureClass.FENCED,
+        FailureClass.EVICTED,
+        FailureClass.REMOVED,
+        FailureClass.DRAINED,
+    ],
 )
 def test_busy_fenced_and_leaving_nodes_cost_no_attempt(kind: FailureClass) -> None:
     budget = AttemptBudget()
@@ -80,6 +87,14 @@ def test_a_link_that_is_back_at_once_is_no_lost_node_but_is_trusted_once() -> No
     assert second.where is Where.ANYWHERE
     assert second.prefer_not == {"a"}
     assert _cause(budget.after(back, 0)) is Reason.ATTEMPTS_EXHAUSTED
+
+
+def test_nodes_that_leave_in_order_are_blamed_on_no_request() -> None:
+    budget = AttemptBudget()
+    for name in "abcdefgh":
+        _again(budget.after(Failure(FailureClass.LINK_LOST, name, node_left=True), 3))
+    _again(budget.after(Failure(FailureClass.LINK_LOST, "i"), 3))
+    assert _cause(budget.after(Failure(FailureClass.LINK_LOST, "j"), 3)) is Reason.POISON_REQUEST
 
 
 def test_a_node_that_does_not_answer_before_a_replay_costs_nothing() -> None:

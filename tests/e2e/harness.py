@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -35,8 +36,8 @@ from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.observer import FleetObserver
-from fleet_service.runtime.protocols import Dialer
-from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.protocols import Dialer, Resolver
+from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
 from node_stub.reference import StubModel, reference_tokens
 from tests.ports import quiet_port
 
@@ -73,9 +74,11 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 class NodeProcess:
     """One `fleet-node` process and its control service."""
 
-    def __init__(self, identity: str, flags: Sequence[str]) -> None:
+    def __init__(self, identity: str, flags: Sequence[str], said: Path | None = None) -> None:
+        """`said`: a file for what it says on standard error."""
         self.identity = identity
         self.flags = list(flags)
+        self._said = said or Path(os.devnull)
         self.address = ""
         self.frozen = False
         self._process: asyncio.subprocess.Process | None = None
@@ -93,18 +96,19 @@ class NodeProcess:
     async def start(self, port: int = 0) -> NodeProcess:
         """Start the process and wait for its line; `port` 0 = any, or the one it had."""
         listen = f"127.0.0.1:{port or self.address.rpartition(':')[2] or quiet_port()}"
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "node_stub",
-            "--listen",
-            listen,
-            "--identity",
-            self.identity,
-            *self.flags,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
+        with self._said.open("ab") as said:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "node_stub",
+                "--listen",
+                listen,
+                "--identity",
+                self.identity,
+                *self.flags,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=said,
+            )
         assert self._process.stdout is not None
         line = (await asyncio.wait_for(self._process.stdout.readline(), 2 * PATIENCE_S)).decode()
         assert " on " in line, f"fleet-node said {line!r}"
@@ -121,6 +125,12 @@ class NodeProcess:
         """SIGKILL."""
         if self.alive:
             self.signal(signal.SIGKILL)
+            await self.wait_dead()
+
+    async def leave(self, grace_s: float) -> None:
+        """SIGTERM; what runs may end within the grace the process was started with, `grace_s` at most."""
+        if self.alive:
+            self.signal(signal.SIGTERM)
             await self.wait_dead()
 
     async def wait_dead(self) -> None:
@@ -218,6 +228,8 @@ class World:
         observer: FleetObserver | None = None,
         rpc_observer: RpcObserver | None = None,
         through: Callable[[Dialer], Dialer] | None = None,
+        resolver: Resolver | None = None,
+        dns_refresh_s: float = 0.2,
         **overrides: object,
     ) -> HeadServer:
         """A head that dials `nodes` (`through` a dialer of the test's own), ready to be called."""
@@ -229,7 +241,13 @@ class World:
         if through is not None:
             dialer = through(dialer)
         head = Head(
-            config, dialer=dialer, rng=random.Random(len(self.heads)), wall_clock=time.time, observer=observer
+            config,
+            dialer=dialer,
+            rng=random.Random(len(self.heads)),
+            wall_clock=time.time,
+            observer=observer,
+            resolver=resolver,
+            discovery=DiscoverySettings(dns_refresh_s=dns_refresh_s),
         )
         rng = random.Random(11)
         parts = EdgeParts(

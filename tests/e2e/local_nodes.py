@@ -47,6 +47,11 @@ class LocalNode(NodeProcess):
         self._up = False
         await self.stub.stop()
 
+    async def leave(self, grace_s: float) -> None:
+        """Stop in order: what runs may end within `grace_s`."""
+        self._up = False
+        await self.stub.stop(grace_s)
+
 
 async def local_node(
     world: World,
@@ -62,6 +67,7 @@ async def local_node(
     limits: Limits | None = None,
     revision: str = MODEL.revision,
     resume: bool = True,
+    fleet_id: str = "",
 ) -> LocalNode:
     """A node for `world`, serving `models` (name to window in tokens), by default the one of the harness."""
     served = models or {MODEL.name: window_tokens}
@@ -74,6 +80,7 @@ async def local_node(
         inline_bind=inline_bind,
         limits=limits or Limits(),
         resume=resume,
+        fleet_id=fleet_id,
         join=JoinSettings(f"127.0.0.1:{world.join_port}") if world.kind == "join" else None,
     )
     node = await LocalNode(StubNode(settings)).start()

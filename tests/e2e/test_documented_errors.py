@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ async def stage(world: World) -> Stage:
         max_readers_per_generation=2,
         max_context_tokens=200,
         max_held_cancels=1,
+        max_watchers=1,
         queue_limit_per_node=1,
     )
     create = pb.CreateSessionRequest(session_id=ID, spec=SPEC, token_ids=prompt(10))
@@ -195,6 +197,8 @@ asks("CordonNode", "INVALID_FIELD", admin_pb.CordonNodeRequest(node="node-1", no
 asks("CordonNode", "NODE_NOT_FOUND", admin_pb.CordonNodeRequest(node="nobody"))
 asks("UncordonNode", "INVALID_FIELD", admin_pb.UncordonNodeRequest())
 asks("UncordonNode", "NODE_NOT_FOUND", admin_pb.UncordonNodeRequest(node="nobody"))
+asks("DrainNode", "INVALID_FIELD", admin_pb.DrainNodeRequest(node="node-1", by="x" * 129))
+asks("DrainNode", "NODE_NOT_FOUND", admin_pb.DrainNodeRequest(node="nobody"))
 asks("ExplainPlacement", "INVALID_FIELD", admin_pb.ExplainPlacementRequest())
 asks("ExplainPlacement", "SESSION_NOT_FOUND", admin_pb.ExplainPlacementRequest(session_id="nobody"))
 
@@ -209,6 +213,27 @@ async def _add_too_many(stage: Stage) -> Refused:
     other = await local_node(stage.world, "node-2")
     await stage.admin.AddNode(admin_pb.AddNodeRequest(address=other.address))
     return await refusal_of(stage.admin.AddNode(admin_pb.AddNodeRequest(address="127.0.0.1:1")))
+
+
+@case("DrainNode", "LIMIT_EXCEEDED")
+async def _drain_while_another_watches(stage: Stage) -> Refused:
+    async with watching(stage):
+        return await refusal_of(stage.admin.DrainNode(admin_pb.DrainNodeRequest(node="node-1")))
+
+
+@case("WatchFleet", "LIMIT_EXCEEDED")
+async def _watch_while_another_does(stage: Stage) -> Refused:
+    async with watching(stage):
+        return await refusal_of(stage.admin.WatchFleet(admin_pb.WatchFleetRequest()))
+
+
+@asynccontextmanager
+async def watching(stage: Stage) -> AsyncIterator[None]:
+    """With somebody who watches the fleet."""
+    call = stage.admin.WatchFleet(admin_pb.WatchFleetRequest())
+    await anext(aiter(call))
+    yield
+    call.cancel()
 
 
 @case("CreateSession", "LIMIT_EXCEEDED", "number")
@@ -363,5 +388,6 @@ def test_every_method_has_a_wrong_use_and_every_documented_reason_a_case() -> No
     ]
     methods = {method.name for service in services for method in service.methods}
     assert {name.split()[0] for name in CASES} == methods - nothing_to_get_wrong
-    elsewhere = {"FLEET_SATURATED", "OWNER_CHANGED"}  # test_queue.py, test_error_causes.py
+    # test_queue.py, test_error_causes.py, test_access.py
+    elsewhere = {"FLEET_SATURATED", "OWNER_CHANGED", "CREDENTIALS_REFUSED", "PERMISSION_DENIED"}
     assert {reason for reason, _ in CASES.values()} == DOCUMENTED.keys() - elsewhere

@@ -12,7 +12,7 @@ from fleet.v1 import fleet_service_pb2 as pb
 from fleet_service.links.plain_run import PlainRun
 from fleet_service.runtime.attempt import Attempt
 from fleet_service.runtime.driver import Driver
-from fleet_service.runtime.node import Reservation
+from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.stall import StallWatch
 from fleet_service.runtime.tokenlog import Reader
 from tests.e2e.callers import Reading, complete, generate, open_session, read_all

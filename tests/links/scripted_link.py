@@ -22,6 +22,7 @@ from fleet_service.links.join import JoinDoor
 from fleet_service.links.mux import MuxLink
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.protocols import JoinRefusedError, OfferedLink
+from fleet_service.tls import ServerTls
 from tests.links.scripted_node import EPOCH, INTRODUCTION, RecordingListener, ScriptedNode, hello, serving
 
 FEATURES = [
@@ -152,10 +153,12 @@ def edge_parts(**changes: Any) -> EdgeParts:
 
 
 @asynccontextmanager
-async def join_address(desk: RecordingDesk, settings: LinkSettings = PATIENT) -> AsyncIterator[str]:
+async def join_address(
+    desk: RecordingDesk, settings: LinkSettings = PATIENT, tls: ServerTls | None = None
+) -> AsyncIterator[str]:
     """A head that takes joining nodes in; yields where."""
     door = JoinDoor(desk, lambda: INTRODUCTION, settings)
-    listener = join_listener(door, edge_parts(), "127.0.0.1:0")
+    listener = join_listener(door, edge_parts(), "127.0.0.1:0", tls)
     await listener.start()
     try:
         yield f"127.0.0.1:{listener.port}"

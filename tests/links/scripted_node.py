@@ -183,6 +183,7 @@ class RecordingListener:
     signs: int = 0
     reports: list[tuple[Report, tuple[ModelInfo, ...]]] = field(default_factory=list)
     losses: list[LinkError] = field(default_factory=list)
+    leaving: bool = False
     reported: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -192,6 +193,9 @@ class RecordingListener:
     def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
         self.reports.append((report, models))
         self.reported.set()
+
+    def on_leaving(self) -> None:
+        self.leaving = True
 
     def on_lost(self, error: LinkError) -> None:
         self.losses.append(error)

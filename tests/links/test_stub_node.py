@@ -318,3 +318,17 @@ async def test_a_frozen_node_cannot_be_dialed_within_the_connect_timeout(
         await freeze(node)
         with pytest.raises(LinkLostError):
             await dialer(connect_timeout_s=0.2).probe(address, INTRODUCTION)
+
+
+@pytest.mark.parametrize("link", [True, False], ids=["link", "plain"])
+async def test_a_node_that_is_stopped_in_order_says_so_first(link: bool) -> None:
+    listener = RecordingListener()
+    node = StubNode(StubSettings(link=link))
+    await node.start()
+    made = await FleetDialer(LinkSettings()).connect(node.address, INTRODUCTION, listener)
+    await made.ping()
+    assert not listener.leaving
+    await node.stop(5.0)
+    await listener.lost.wait()
+    assert listener.leaving
+    await made.close()

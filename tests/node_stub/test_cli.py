@@ -36,6 +36,11 @@ def fleet_node(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--model", "m", "--lie", "loud"], "silent"),
         (["--model", "m", "--lanes", "0"], "--lanes"),
         (["--model", "m", "--log-level", "chatty"], "log level"),
+        (["--model", "m", "--otlp-endpoint", "collector"], "for example 127.0.0.1:4317"),
+        (
+            ["--model", "m", "--otlp-endpoint", "ftp://collector:4317"],
+            "'ftp://collector:4317' is no endpoint",
+        ),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(arguments: list[str], said: str) -> None:
@@ -55,7 +60,7 @@ def test_help_shows_examples_and_how_to_write_a_fault() -> None:
 def test_a_port_in_use_ends_with_1_and_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = fleet_node("--model", "m", "--listen", address)
+        done = fleet_node("--model", "m", "--listen", address, "--insecure-no-auth")
     assert done.returncode == 1
     assert done.stderr == (
         f"fleet-node: cannot listen on {address}: the port is in use; choose another with --listen\n"
@@ -71,7 +76,7 @@ def test_a_port_in_use_ends_with_1_and_names_it() -> None:
     ],
 )
 def test_an_address_that_is_not_ours_ends_with_1_and_says_why(address: str, why: str) -> None:
-    done = fleet_node("--model", "m", "--listen", address)
+    done = fleet_node("--model", "m", "--listen", address, "--insecure-no-auth")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"fleet-node: cannot listen on {address}: {why};" in done.stderr
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -34,7 +35,8 @@ async def head() -> AsyncIterator[JoinHead]:
 
 
 def joining(head: JoinHead, **fields: float) -> StubSettings:
-    return StubSettings(identity="n1", engine=PACED, join=JoinSettings(head.address, **fields))
+    join = replace(JoinSettings(head.address), **fields)  # type: ignore[arg-type] # all of them are times
+    return StubSettings(identity="n1", engine=PACED, join=join)
 
 
 async def test_a_joined_node_serves_as_a_dialed_one_does(head: JoinHead) -> None:

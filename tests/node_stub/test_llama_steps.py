@@ -338,7 +338,8 @@ def fleet_node_without(module: str, *arguments: str) -> subprocess.CompletedProc
 def test_without_the_extra_the_node_says_so_before_it_listens(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.touch()
-    done = fleet_node_without("xllamacpp", "--model-file", str(file), "--listen", "203.0.113.1:1")
+    where = ["--listen", "203.0.113.1:1", "--insecure-no-auth"]
+    done = fleet_node_without("xllamacpp", "--model-file", str(file), *where)
     assert done.returncode == 3
     assert "`pip install 'fleet-head[llama]'`" in done.stderr
     assert "`make demo-llm`" in done.stderr

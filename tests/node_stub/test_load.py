@@ -99,6 +99,8 @@ async def test_stopping_ends_watches_and_lets_a_run_finish() -> None:
         call = head.generate(PROMPT, 20)
         await until(call, lambda s: len(s.tokens) >= 1)
         stopping = asyncio.create_task(node.stop(grace_s=10))
+        goodbye = await watch.read()
+        assert goodbye.leaving
         assert await watch.read() is grpc.aio.EOF
         rest = await collect(call)
         assert rest.finish == LENGTH

@@ -87,7 +87,6 @@ async def test_a_node_introduces_itself() -> None:
         assert reply.incarnation
         await head.assign(epoch=E2)
         assert (await head.stub.Handshake(hello())).highest_epoch == E2
-        assert (await head.stub.Handshake(hello(fleet_id="other"))).highest_epoch == 0
 
 
 @pytest.mark.parametrize("versions", [(2, 3), (0, 0)])
@@ -106,6 +105,18 @@ async def test_a_head_of_another_fleet_is_refused() -> None:
         assert reason_of(caught.value) == "FLEET_MISMATCH"
         assert "--fleet-id" in (caught.value.details() or "")
         assert (await head.stub.Handshake(hello(fleet_id="mine"))).identity == "stub"
+
+
+async def test_a_node_without_a_fleet_works_for_one_at_a_time(head: Head) -> None:
+    await head.assign(epoch=E2, lease_ms=60_000)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await head.stub.Handshake(hello(fleet_id="other"))
+    assert reason_of(caught.value) == "FLEET_MISMATCH"
+    assert "works for fleet 'fleet'" in (caught.value.details() or "")
+    assert (await head.stub.Handshake(hello(head_id="another of the fleet"))).highest_epoch == E2
+    lease = pb.RenewLeaseRequest(fleet_id="fleet", head_id="head", term=TERM, lease_ms=0)
+    await head.stub.RenewLease(lease)
+    assert (await head.stub.Handshake(hello(fleet_id="other"))).highest_epoch == 0
 
 
 async def test_health_says_serving(node: StubNode) -> None:

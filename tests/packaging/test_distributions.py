@@ -17,10 +17,17 @@ IN_THE_WHEEL = (
     "fleet/v1/fleet_service_pb2_grpc.py",
     "fleet/v1/fleet_service.proto",
     "fleet/v1/errors.proto",
+    "fleet/v1/service_config.json",
     "fleet/stub/v1/stub_service_pb2.py",
     "fleet_service/cli/__init__.py",
+    "fleet_service/web/static/index.html",
+    "fleet_service/web/static/page.js",
     "node_stub/cli.py",
     "node_stub/command.py",
+    # With these, type checkers believe the annotations of whoever imports them.
+    "fleet/py.typed",
+    "fleet_service/py.typed",
+    "node_stub/py.typed",
 )
 USE = (
     "from fleet.v1 import fleet_service_pb2 as pb, fleet_service_pb2_grpc as rpc\n"

@@ -23,7 +23,7 @@ from fleet_service.domain.commands import (
 )
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, Report
 from fleet_service.runtime.head import Head
-from fleet_service.runtime.protocols import LinkListener, LinkLostError, RunSink
+from fleet_service.runtime.protocols import LinkError, LinkListener, LinkLostError, RunSink
 from fleet_service.runtime.settings import HeadSettings
 from tests.sim.loop import SimLoop
 
@@ -51,13 +51,15 @@ def hello(identity: str, **changes: Any) -> NodeHello:
 class FakeNode:
     """A node to dial. `says` is its hello, or what dialing it raises; `lives_s` None = links last.
 
-    `renews` is the answer to a renewal of a lease, `speak` what a run says; the lists are in order of time.
+    `renews` is the answer to a renewal of a lease, `speak` what a run says; a `mute` one gives no signs of
+    life. The lists are in order of time.
     """
 
     says: NodeHello | Exception
     lives_s: float | None = None
     answers_after_s: float = 0.0
     renews: bool = True
+    mute: bool = False
     speak: Speak | None = None
     at_dial: Callable[[FakeNode], None] = lambda _node: None
     dialed_s: list[float] = field(default_factory=list)
@@ -79,8 +81,6 @@ class FakeNode:
 class FakeLink:
     """A NodeLink to a FakeNode, which gives signs of life while it is there."""
 
-    resumes = False
-
     def __init__(self, node: FakeNode, said: NodeHello, listener: LinkListener) -> None:
         self.hello = said
         self.open = True
@@ -88,19 +88,30 @@ class FakeLink:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._runs: set[asyncio.Task[None]] = set()
-        self._sign()
+        self.sign()
+        self._sign_again()
         if node.lives_s is not None:
             self._loop.call_later(node.lives_s, self.break_)
 
-    def _sign(self) -> None:
+    def sign(self) -> None:
+        """The node says something."""
         if self.open:
             self._listener.on_sign()
-            self._loop.call_later(_SIGN_PERIOD_S, self._sign)
+
+    def _sign_again(self) -> None:
+        if self.open:
+            if not self._node.mute:
+                self.sign()
+            self._loop.call_later(_SIGN_PERIOD_S, self._sign_again)
 
     def break_(self) -> None:
         if self.open:
             self.open = False
             self._listener.on_lost(LinkLostError("the connection was lost"))
+
+    @property
+    def resumes(self) -> bool:
+        return Feature.RESUME in self.hello.features
 
     async def assign(self, command: Assign) -> Refusal | None:
         return None
@@ -116,7 +127,7 @@ class FakeLink:
         return None
 
     async def ping(self) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._node.answers_after_s)
 
     async def reconcile(self) -> list[HeldSession]:
         return []
@@ -131,6 +142,35 @@ class FakeLink:
 
     async def close(self) -> None:
         self.open = False
+
+
+class FakeOffer(FakeLink):
+    """An OfferedLink: that of a FakeNode which has dialed `head`."""
+
+    def __init__(self, node: FakeNode, head: Head) -> None:
+        assert isinstance(node.says, NodeHello)
+        super().__init__(node, node.says, _Nobody())
+        self.introduction = head.nodes.introduction()
+
+    def attach(self, listener: LinkListener) -> bool:
+        self._listener = listener
+        return self.open
+
+
+class _Nobody:
+    """A LinkListener in place of one that is yet to come."""
+
+    def on_sign(self) -> None:
+        return
+
+    def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
+        return
+
+    def on_leaving(self) -> None:
+        return
+
+    def on_lost(self, error: LinkError) -> None:
+        return
 
 
 class FakeRun:

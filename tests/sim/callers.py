@@ -56,8 +56,25 @@ class Caller:
         self._generations = 0
 
     async def live(self) -> None:
-        """From a seeded start to the end of the session; gives up when the fleet takes it for too long."""
+        """From a seeded start to the end of the session; once more from its start when the head dies."""
         await asyncio.sleep(self._rng.random() * 12.0)
+        while True:
+            await self._world.heads.lives()
+            talk = asyncio.get_running_loop().create_task(self._talk(), name=f"talk of {self.label}")
+            try:
+                await asyncio.wait({talk})
+            finally:
+                talk.cancel()
+            if not talk.cancelled():
+                talk.result()
+                return
+            self._note("sees its streams break")
+            if self._rng.random() < 0.7:
+                self._requests = self._generations = 0  # the same ids again
+            await asyncio.sleep(self._rng.random())
+
+    async def _talk(self) -> None:
+        """A session to its end; gives up when the fleet takes it for too long."""
         if self._rng.random() < 0.3:
             for _ in range(self._rng.randint(1, 3)):
                 await self._complete()
@@ -137,6 +154,8 @@ class Caller:
         if rng.random() < 0.2:
             await head.park_session(mine.session_id)
             self._note("parked")
+            self._oracle.met("a session is parked")
+            self._oracle.staying.parked(mine.session_id)
             await self._must_be_refused(
                 Reason.SESSION_PARKED, head.append_tokens(mine.session_id, [5], None, None, None)
             )

@@ -7,13 +7,10 @@ from typing import Protocol
 
 from fleet_service.domain.commands import Phase, RunFinish
 from node_stub import rules
-from node_stub.reference import StubModel, absorb, effective_seed, initial_state, next_token
 from tests.sim.convert import head_refusal
-from tests.sim.network import RunPort, Step
+from tests.sim.engine_run import EngineRun
+from tests.sim.network import RunKey, RunPort, Step
 from tests.sim.nodes import ArmedFault, RunFault, SimMachine
-
-RunKey = tuple[str, int, str]
-"""Session, epoch, generation."""
 
 
 class Host(Protocol):
@@ -40,62 +37,6 @@ class Host(Protocol):
         """Stop what the rules stopped."""
 
 
-class EngineRun:
-    """One run in the engine."""
-
-    __slots__ = (
-        "admission",
-        "deadline_ms",
-        "eos",
-        "fault",
-        "model",
-        "port",
-        "sent",
-        "stalled",
-        "state",
-        "tail",
-    )
-
-    def __init__(
-        self,
-        admission: rules.Admission,
-        model: StubModel,
-        port: RunPort,
-        now_ms: int,
-        fault: ArmedFault | None,
-    ) -> None:
-        self.admission = admission
-        self.model = model
-        self.port = port
-        self.deadline_ms = now_ms + (admission.max_wall_ms or 10**12)
-        seed = effective_seed(admission.sampling.temperature, admission.sampling.seed)
-        self.state = absorb(initial_state(model, seed), admission.prompt_token_ids)
-        self.sent = 0
-        self.eos = False
-        self.stalled = False
-        self.fault = fault
-        self.tail: list[int] = []
-
-    @property
-    def key(self) -> tuple[str, int, str]:
-        return self.admission.session_id, self.admission.epoch, self.admission.generation_id
-
-    @property
-    def done(self) -> bool:
-        return self.eos or self.sent >= self.admission.max_new_tokens
-
-    def draw(self, count: int) -> list[int]:
-        """The next tokens, at most `count`, ending with EOS or the budget."""
-        drawn: list[int] = []
-        while len(drawn) < count and not self.done:
-            token = next_token(self.model, self.state)
-            self.state = absorb(self.state, (token,))
-            drawn.append(token)
-            self.sent += 1
-            self.eos = token == self.model.eos_token_id
-        return drawn
-
-
 class Engine:
     """The runs of one process, from their admission to their last message."""
 
@@ -105,6 +46,7 @@ class Engine:
         self._prefilling: dict[EngineRun, None] = {}
         self._decoding: list[EngineRun] = []
         self._runs: dict[RunKey, EngineRun] = {}
+        self._ended: dict[RunKey, EngineRun] = {}  # kept for their heads to come back to
         self._ports: dict[RunPort, EngineRun] = {}
         self._stepping = False
 
@@ -116,12 +58,24 @@ class Engine:
     def queue_depth(self) -> int:
         return len(self._queue)
 
-    def generation_ids(self) -> list[str]:
-        return [generation_id for _, _, generation_id in self._runs]
+    def keys(self, *, kept: bool = False) -> list[RunKey]:
+        """Of what is queued or runs; with `kept`, of what has ended and is kept as well."""
+        return [*self._runs, *self._ended] if kept else list(self._runs)
+
+    def keeps(self, key: RunKey) -> bool:
+        return key in self._runs or key in self._ended
+
+    def could_take_up(self, generation_id: str, epoch: int, index: int) -> bool:
+        for runs in (self._runs, self._ended):
+            for run in runs.values():
+                if run.key[1:] == (epoch, generation_id) and run.resumes:
+                    return run.has_index(index)
+        return False
 
     def take(self, run: EngineRun) -> None:
         """Queue an admitted run."""
         self._runs[run.key] = run
+        assert run.port is not None
         self._ports[run.port] = run
         self._queue.append(run)
         self._queue.sort(key=lambda each: each.admission.qos)
@@ -138,10 +92,49 @@ class Engine:
             self._end(run, finish=finish, refusal=refusal)
 
     def hang_up(self, port: RunPort) -> None:
-        """Nobody listens any more: the run is cancelled."""
+        """Nobody listens any more: the run is cancelled, or kept for a while where it can be taken up."""
         run = self._ports.get(port)
-        if run is not None:
+        if run is None:
+            return
+        if not run.resumes:
             self._end(run)
+            return
+        del self._ports[port]
+        run.port = None
+        self._keep(run)
+
+    def take_up(self, key: RunKey, index: int, port: RunPort) -> None:
+        """Send the run over `port` from `index` on, which is kept; whoever sent it so far is told."""
+        run = self._runs.get(key) or self._ended[key]
+        if run.port is not None:
+            self._ports.pop(run.port, None)
+            taken = rules.Refusal(rules.Code.REPLAYED, detail="taken up over another link")
+            run.port.send(Step(key[1], run.next_index, refusal=head_refusal(taken)))
+        run.left += 1
+        run.port = port
+        again = run.kept_from(index)
+        if run.last is None:
+            self._ports[port] = run
+            self._send(run, index, again, run.phase)
+        else:
+            port.send(Step(key[1], index, again, None, run.last.finish, run.last.refusal))
+            self._keep(run)
+
+    def acknowledge(self, key: RunKey, index: int) -> bool:
+        """The head has all before `index`. False: it cannot."""
+        run = self._runs.get(key)
+        return run is None or run.acknowledge(index)
+
+    def _keep(self, run: EngineRun) -> None:
+        """Keep it for its head to come back to; then it is cancelled, or forgotten."""
+        run.left += 1
+        self._host.later(self._host.machine.profile.keep_s, lambda left=run.left: self._give_up(run, left))  # type: ignore[misc]
+
+    def _give_up(self, run: EngineRun, left: int) -> None:
+        if run.left == left:
+            self._ended.pop(run.key, None)
+            if self._drop(run):
+                self._host.machine.overseer.met("a kept run is given up")
 
     def take_fault(self, budget: int) -> ArmedFault | None:
         for fault in self._host.machine.armed:
@@ -193,6 +186,10 @@ class Engine:
             count = max(1, min(count, run.fault.after_tokens - run.sent))
         first_index = run.admission.first_index + run.sent
         drawn = run.draw(count)
+        if run.overflows:
+            self._host.machine.overseer.met("a kept run overflows")
+            self._drop(run)
+            return
         run.tail = (run.tail + drawn)[-4:]
         if not run.done:
             self._send(run, first_index, drawn)
@@ -204,9 +201,7 @@ class Engine:
 
     def _hold_finish(self, run: EngineRun) -> None:
         assert run.fault is not None
-        self._host.machine.overseer.struck(
-            self._host.machine, run.fault.fault.value, run.admission.generation_id
-        )
+        self._host.machine.overseer.struck(self._host.machine, run.fault.fault.value, run.key)
         run.stalled = True
         duration_s = run.fault.duration_s
         if run.fault.fault is RunFault.DIE_BEFORE_FINISH:
@@ -226,16 +221,16 @@ class Engine:
 
     def _strikes(self, run: EngineRun) -> bool:
         """Let what is to go wrong with the run go wrong; True when it sends nothing in this step."""
-        machine, generation_id = self._host.machine, run.admission.generation_id
+        machine, key = self._host.machine, run.key
         index = run.admission.first_index + run.sent
-        kills_at = machine.overseer.kills_at(generation_id)
+        kills_at = machine.overseer.kills_at(key)
         if kills_at is not None and index >= kills_at:
-            machine.overseer.struck(machine, "the request kills the node", generation_id)
+            machine.overseer.struck(machine, "the request kills the node", key)
             machine.die(machine.rng.uniform(0.5, 4.0))
             return True
-        fails_at = machine.overseer.engine_fails_at(generation_id)
+        fails_at = machine.overseer.engine_fails_at(key)
         if fails_at is not None and index >= fails_at:
-            machine.overseer.struck(machine, "every engine fails on the request", generation_id)
+            machine.overseer.struck(machine, "every engine fails on the request", key)
             self._end(run, refusal=rules.Refusal(rules.Code.ENGINE_ERROR))
             return True
         fault = run.fault
@@ -244,7 +239,7 @@ class Engine:
         if fault.fault in (RunFault.DIE_BEFORE_FINISH, RunFault.LATE_FINISH):
             return False
         run.fault = None
-        machine.overseer.struck(machine, fault.fault.value, generation_id)
+        machine.overseer.struck(machine, fault.fault.value, key)
         return self._strike(run, fault, index)
 
     def _strike(self, run: EngineRun, fault: ArmedFault, index: int) -> bool:
@@ -256,26 +251,33 @@ class Engine:
                 machine.freeze(fault.duration_s)
             case RunFault.DROP_LINK:
                 machine.drop_links()
+            case RunFault.BLIP:
+                machine.cut(fault.cut_s)
             case RunFault.ENGINE_ERROR:
                 self._end(run, refusal=rules.Refusal(rules.Code.ENGINE_ERROR))
             case RunFault.STALL:
                 run.stalled = True
             case RunFault.SKIP_INDEX:
-                run.draw(1)
+                run.lose_one()
                 return run.done
             case RunFault.REPEAT_INDEX:
                 if run.tail:
                     self._send(run, index - len(run.tail), run.tail)
                 return False
             case RunFault.FUTURE_EPOCH:
-                run.port.send(Step(run.admission.epoch + 1, index, [7]))
+                self._lie(run, Step(run.admission.epoch + 1, index, [7]))
                 return False
             case RunFault.OLD_EPOCH:
-                run.port.send(Step(run.admission.epoch - 1, index, [7]))
+                self._lie(run, Step(run.admission.epoch - 1, index, [7]))
                 return False
             case _:
                 raise AssertionError(fault)
         return True
+
+    @staticmethod
+    def _lie(run: EngineRun, step: Step) -> None:
+        if run.port is not None:
+            run.port.send(step)
 
     def _send(
         self,
@@ -290,8 +292,10 @@ class Engine:
             self._host.apply_effects()
             self._end(run, refusal=refusal)
             return
-        index = admission.first_index + run.sent if first_index is None else first_index
-        run.port.send(Step(admission.epoch, index, token_ids or (), phase))
+        run.phase = phase or run.phase
+        if run.port is not None:
+            index = run.next_index if first_index is None else first_index
+            run.port.send(Step(admission.epoch, index, token_ids or (), phase))
 
     def _end(
         self,
@@ -301,21 +305,37 @@ class Engine:
         finish: RunFinish | None = None,
         refusal: rules.Refusal | None = None,
     ) -> None:
-        """Free the lane; without finish and refusal nobody is told. Idempotent."""
-        if self._runs.pop(run.key, None) is None:
+        """Free the lane; without finish and refusal nobody is told. Idempotent.
+
+        What has ended otherwise than by a cancel is kept for a while where it can be taken up.
+        """
+        if not self._drop(run):
             return
-        self._ports.pop(run.port, None)
+        if finish is not None or refusal is not None:
+            index = run.next_index if first_index is None else first_index
+            step = Step(run.admission.epoch, index, token_ids or (), None, finish, head_refusal(refusal))
+            if run.port is not None:
+                run.port.send(step)
+            if run.resumes:
+                run.last = step
+                self._ended[run.key] = run
+                if run.port is not None:
+                    self._keep(run)
+
+    def _drop(self, run: EngineRun) -> bool:
+        """Free the lane, if it has one."""
+        if self._runs.pop(run.key, None) is None:
+            return False
+        if run.port is not None:
+            self._ports.pop(run.port, None)
         self._prefilling.pop(run, None)
         if run in self._decoding:
             self._decoding.remove(run)
         if run in self._queue:
             self._queue.remove(run)
-        admission = run.admission
         self._host.rules.ended(*run.key)
-        if finish is not None or refusal is not None:
-            index = admission.first_index + run.sent if first_index is None else first_index
-            run.port.send(Step(admission.epoch, index, token_ids or (), None, finish, head_refusal(refusal)))
         self._pump()
+        return True
 
 
 def _unused(_: object) -> None:

@@ -1,51 +1,82 @@
-"""What goes wrong in a world, and when: at least MIN_FAULTS faults per seed, drawn before it begins."""
+"""What goes wrong in a world, and when: at least MIN_FAULTS faults per seed, drawn before it begins.
+
+Each fault is drawn by a seed of its own, so that some can be left out and the others stay as they are.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fleet_service.domain.errors import FleetError, Reason
-from fleet_service.runtime.head import Head
-from tests.sim.network import Noise, SimNetwork
+from tests.sim.clones import Clones
+from tests.sim.network import Noise
 from tests.sim.nodes import ArmedFault, RunFault, SimMachine
 from tests.sim.oracle import Oracle
+from tests.sim.strikes import Strikes
 
 MIN_FAULTS = 5
 _HORIZON_S = 25.0
-# Between two of them the head must have had time to see for itself what came of its nodes.
-_BETWEEN_STANDSTILLS_S = 5.0
+# Of a hundred faults, how many are of which kind; those of the whole fleet come rarely, and cost much.
+_KINDS = {
+    "run": 20,
+    "kill": 8,
+    "freeze": 8,
+    "stall": 8,
+    "drop": 6,
+    "blip": 16,
+    "refuse": 3,
+    "noise": 7,
+    "append": 5,
+    "lies": 3,
+    "silent": 3,
+    "cordon": 4,
+    "remove": 4,
+    "head": 5,
+    "crash": 3,
+    "outage": 3,
+    "clone": 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault to come. `strike` returns whether it could (a dead node cannot be stopped)."""
 
+    number: int
     at_s: float
     text: str
     strike: Callable[[], bool]
 
 
 class FaultPlan:
-    """The faults of one world."""
+    """The faults of one world. `only`: the numbers of those that strike; None = all.
+
+    `machines` has None where one is left out of the story, and what was to befall it with it.
+    """
 
     def __init__(
-        self, rng: random.Random, head: Head, network: SimNetwork, machines: list[SimMachine], oracle: Oracle
+        self,
+        seed: str,
+        strikes: Strikes,
+        clones: Clones,
+        machines: Sequence[SimMachine | None],
+        oracle: Oracle,
+        only: frozenset[int] | None = None,
     ) -> None:
-        self._rng = rng
-        self._head = head
-        self._network = network
+        self._strikes = strikes
+        self._clones = clones
         self._machines = machines
         self._oracle = oracle
-        self._operations: set[asyncio.Task[None]] = set()
         self.struck = 0
-        self.cordoned: dict[str, None] = {}
-        self.removed: dict[str, None] = {}
-        self.faults = sorted(
-            (self._draw() for _ in range(rng.randint(MIN_FAULTS + 2, MIN_FAULTS + 11))), key=lambda f: f.at_s
+        count = random.Random(f"faults {seed}").randint(MIN_FAULTS + 4, MIN_FAULTS + 12)
+        drawn = (
+            self._draw(number, random.Random(f"fault {number} {seed}"))
+            for number in range(count)
+            if only is None or number in only
         )
+        self.faults = sorted((fault for fault in drawn if fault is not None), key=lambda fault: fault.at_s)
 
     async def run(self) -> None:
         """Strike each at its time."""
@@ -54,217 +85,134 @@ class FaultPlan:
             await asyncio.sleep(fault.at_s - loop.time())
             if fault.strike():
                 self.struck += 1
-                self._oracle.story.note("* FAULT %s", fault.text)
+                self._oracle.story.note("* FAULT %d: %s", fault.number, fault.text)
 
     async def undo(self) -> None:
-        """Make the fleet whole again, and wait until every operation under way is done."""
-        while self._operations:
-            await asyncio.wait(set(self._operations))
-        self._network.noise = Noise()
-        for machine in self._machines:
-            machine.heal()
-        for name in list(self.cordoned):
-            self._head.operators.uncordon_node(f"{name}:8454")
-            del self.cordoned[name]
+        """Make the fleet whole again."""
+        await self._strikes.undo()
+        await self._clones.undo()
 
     # Drawing
 
-    def _draw(self) -> Fault:
-        rng = self._rng
+    def _draw(self, number: int, rng: random.Random) -> Fault | None:
         at_s = rng.uniform(0.5, _HORIZON_S)
+        kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
         machine = rng.choice(self._machines)
-        name = machine.profile.name
-        kind = rng.choices(
-            [
-                "run",
-                "kill",
-                "freeze",
-                "stall",
-                "drop",
-                "refuse",
-                "noise",
-                "append",
-                "lies",
-                "silent",
-                "operate",
-                "head",
-            ],
-            [8, 3, 3, 3, 3, 1, 3, 2, 1, 1, 3, 1],
-        )[0]
+        if kind in ("noise", "head", "crash", "outage"):
+            text, strike = self._of_fleet(kind, rng)
+        elif machine is not None:
+            text, strike = self._of_machine(kind, machine, rng)
+        else:
+            return None
+        return Fault(number, at_s, text, strike)
+
+    def _of_machine(
+        self, kind: str, machine: SimMachine, rng: random.Random
+    ) -> tuple[str, Callable[[], bool]]:
+        strikes, name = self._strikes, machine.profile.name
         short_or_long = rng.choice([rng.uniform(0.2, 3.0), rng.uniform(3.0, 12.0), rng.uniform(15.0, 40.0)])
         match kind:
             case "run":
-                return self._arm(at_s, machine)
+                return self._arm(machine, rng)
             case "kill":
-                silently = rng.random() < 0.25
-                after_s = rng.uniform(0.1, 10.0)
+                silently, after_s = rng.random() < 0.25, rng.uniform(0.1, 10.0)
                 text = f"{name} dies{' with its machine' if silently else ''}, back in {after_s:.2f} s"
-                return Fault(at_s, text, lambda: machine.die(after_s, silently=silently))
+                return text, lambda: machine.die(after_s, silently=silently)
             case "freeze":
-                return Fault(
-                    at_s,
-                    f"{name} is stopped for {short_or_long:.2f} s",
-                    lambda: machine.freeze(short_or_long),
-                )
+                return f"{name} is stopped for {short_or_long:.2f} s", lambda: machine.freeze(short_or_long)
             case "stall":
                 text = f"nothing gets to or from {name} for {short_or_long:.2f} s"
-                return Fault(at_s, text, lambda: machine.stall(short_or_long))
+                return text, lambda: machine.stall(short_or_long)
             case "drop":
-                return Fault(at_s, f"the link to {name} breaks", lambda: self._drop(machine))
+                return f"the link to {name} breaks", lambda: strikes.drop(machine)
+            case "blip":
+                return self._blip(machine, rng)
             case "refuse":
-                return Fault(at_s, f"{name} refuses handshakes", lambda: self._refuse(machine, short_or_long))
-            case "noise":
-                return self._noise(at_s)
+                return f"{name} refuses handshakes", lambda: strikes.refuse(machine, short_or_long)
             case "append":
-                return Fault(at_s, f"{name} is to lose appends", lambda: self._lose_appends(machine))
+                appends = rng.randint(1, 3)
+                return f"{name} is to lose {appends} appends", lambda: machine.loses_appends(appends)
             case "lies":
-                return Fault(at_s, f"{name} reports lies", lambda: self._lie(machine))
+                return f"{name} reports lies", lambda: strikes.lie(machine, rng)
             case "silent":
-                return Fault(at_s, f"{name} sends no reports", lambda: self._silence(machine, short_or_long))
-            case "head":
-                duration_s = rng.choice([rng.uniform(0.3, 3.0), rng.uniform(6.0, 15.0)])
-                return Fault(
-                    at_s, f"the head is stopped for {duration_s:.2f} s", lambda: self._stop_head(duration_s)
-                )
+                return f"{name} sends no reports", lambda: strikes.silence(machine, short_or_long)
+            case "clone":
+                return self._clone(machine, rng)
+            case "cordon":
+                back_s = rng.uniform(0.5, 8.0)
+                text = f"an operator cordons {name} for {back_s:.2f} s"
+                return text, lambda: strikes.cordon(machine, back_s)
             case _:
-                return self._operate(at_s, machine)
+                back_s = rng.uniform(0.5, 8.0)
+                text = f"an operator removes {name}, to have it again in {back_s:.2f} s"
+                return text, lambda: strikes.remove(machine, back_s)
 
-    def _arm(self, at_s: float, machine: SimMachine) -> Fault:
-        rng = self._rng
+    def _arm(self, machine: SimMachine, rng: random.Random) -> tuple[str, Callable[[], bool]]:
         fault = ArmedFault(
             rng.choice(list(RunFault)), rng.choice([0, 0, 1, rng.randint(0, 30)]), rng.uniform(0.3, 12.0)
         )
-
-        def arm() -> bool:
-            machine.armed.append(fault)
-            return True
-
         text = f"{machine.profile.name}: on a run, after {fault.after_tokens} tokens: {fault.fault.value}"
-        return Fault(at_s, text, arm)
+        return text, lambda: machine.arm(fault)
 
-    def _drop(self, machine: SimMachine) -> bool:
-        self._oracle.lasts(machine.profile.name, 1)
-        self._oracle.lasts(machine.profile.name, -1)
-        machine.drop_links()
-        return True
+    def _blip(self, machine: SimMachine, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+        if rng.random() < 0.6:
+            fault = ArmedFault(
+                RunFault.BLIP,
+                rng.randint(0, 25),
+                cut_s=rng.choice([0.0, rng.uniform(0.0, 0.4), rng.uniform(0.7, 3.0)]),
+            )
+            text = f"{machine.profile.name}: on a run, after {fault.after_tokens} tokens: {fault.fault.value}"
+            return f"{text}, {fault.cut_s:.3f} s", lambda: machine.arm(fault)
+        cut_s = rng.choice([rng.uniform(0.0, 0.2), rng.uniform(0.0, 0.4), rng.uniform(0.3, 9.0), 11.5])
+        text = f"{machine.profile.name} is cut off for {cut_s:.3f} s"
+        return text, lambda: machine.cut(cut_s)
 
-    def _refuse(self, machine: SimMachine, duration_s: float) -> bool:
-        machine.refuses = "this node speaks version 2 to 3 only"
-        machine.drop_links()
-        self._until(machine, duration_s, lambda: setattr(machine, "refuses", ""))
-        return True
+    def _clone(self, machine: SimMachine, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+        how = rng.choice(["lives", "is stopped", "is stopped", "is dead", "answers a stopped head"])
+        lives_s, away_s, stop_s = rng.uniform(3.0, 12.0), rng.uniform(2.0, 12.0), rng.uniform(1.2, 8.0)
 
-    def _until(self, machine: SimMachine, duration_s: float, end: Callable[[], None]) -> None:
-        name = machine.profile.name
-        self._oracle.lasts(name, 1)
+        def strike() -> bool:
+            if how == "is stopped":
+                machine.freeze(away_s)
+            elif how == "is dead":
+                machine.die(away_s)
+            elif how == "answers a stopped head":
+                machine.stall(0.5)
+                self._strikes.later(0.25, lambda: _unused(self._strikes.stop_head(stop_s)))
+            return self._clones.make(machine, lives_s)
 
-        def over() -> None:
-            end()
-            self._oracle.lasts(name, -1)
+        return f"a clone of {machine.profile.name}, which {how}, dials in for {lives_s:.2f} s", strike
 
-        self._network.loop.call_later(duration_s, over)
+    def _of_fleet(self, kind: str, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+        strikes = self._strikes
+        match kind:
+            case "noise":
+                return self._noise(rng)
+            case "head":
+                stop_s = rng.choice([rng.uniform(0.3, 3.0), rng.uniform(5.0, 25.0), rng.uniform(18.5, 25.0)])
+                return f"the head is stopped for {stop_s:.2f} s", lambda: strikes.stop_head(stop_s)
+            case "crash":
+                down_s = rng.choice([0.0, rng.uniform(0.05, 3.0), rng.uniform(3.0, 25.0)])
+                text = f"the head is killed, another starts in {down_s:.2f} s"
+                return text, lambda: strikes.crash_head(down_s)
+            case _:
+                count = rng.randint(len(self._machines) // 3 + 1, len(self._machines))
+                sample = rng.sample(list(self._machines), max(2, count))
+                hit = [machine for machine in sample if machine is not None]
+                silent_s = rng.choice([rng.uniform(7.0, 16.0), rng.uniform(19.0, 30.0)])
+                names = ", ".join(machine.profile.name for machine in hit)
+                text = f"nothing gets to or from {names} for {silent_s:.2f} s"
+                return text, lambda: strikes.outage(hit, silent_s)
 
-    def _noise(self, at_s: float) -> Fault:
-        rng = self._rng
+    def _noise(self, rng: random.Random) -> tuple[str, Callable[[], bool]]:
         lose, late, repeat = rng.uniform(0.0, 0.4), rng.uniform(0.0, 0.4), rng.uniform(0.0, 0.6)
         noise = Noise(delay_max_s=rng.choice([0.01, 0.2]), lose=lose, late=late, repeat=repeat)
         duration_s = rng.uniform(1.0, 10.0)
-
-        def start() -> bool:
-            self._network.noise = noise
-            self._oracle.wire_trouble.lasting += 1
-            self._oracle.wire_trouble.count += 1
-            self._network.loop.call_later(duration_s, over)
-            return True
-
-        def over() -> None:
-            self._network.noise = Noise()
-            self._oracle.wire_trouble.lasting -= 1
-            self._oracle.wire_trouble.last_s = self._network.loop.time()
-
         chances = f"lost ({lose:.2f}), late ({late:.2f}), repeated ({repeat:.2f})"
-        text = f"commands are {chances} for {duration_s:.2f} s"
-        return Fault(at_s, text, start)
+        return f"commands are {chances} for {duration_s:.2f} s", lambda: self._strikes.noise(
+            noise, duration_s
+        )
 
-    def _lose_appends(self, machine: SimMachine) -> bool:
-        machine.lose_appends += self._rng.randint(1, 3)
-        return True
 
-    def _lie(self, machine: SimMachine) -> bool:
-        rng = self._rng
-        lies = {
-            "kv_blocks_used": rng.randint(0, 100),
-            "kv_blocks_total": 100,
-            "decode_tokens_per_s": rng.choice([0, 1, 10**6]),
-            "prefill_tokens_per_s": rng.choice([0, 1, 10**6]),
-            "queue_depth": rng.choice([0, 500]),
-            "lanes_active": rng.choice([0, 500]),
-            "own_queue_depth": rng.choice([0, 1000]),
-        }
-        machine.lies = {name: lies[name] for name in lies if rng.random() < 0.5}
-        return True
-
-    def _silence(self, machine: SimMachine, duration_s: float) -> bool:
-        """A node that sends no reports and has nothing to say is silent, and so suspect."""
-        machine.silent_reports = True
-        self._until(machine, duration_s, lambda: setattr(machine, "silent_reports", False))
-        return True
-
-    def _stop_head(self, duration_s: float) -> bool:
-        """All of it stands still; whatever was to happen meanwhile happens at once afterwards."""
-        began_s = self._network.loop.time()
-        if self._oracle.ran_for(began_s) < _BETWEEN_STANDSTILLS_S:
-            return False
-        self._network.loop.stand_still(duration_s)
-        self._oracle.stood_still(began_s, self._network.loop.time())
-        return True
-
-    # Operators
-
-    def _operate(self, at_s: float, machine: SimMachine) -> Fault:
-        name = machine.profile.name
-        back_s = self._rng.uniform(0.5, 8.0)
-        if self._rng.random() < 0.5:
-            return Fault(
-                at_s, f"an operator cordons {name} for {back_s:.2f} s", lambda: self._cordon(name, back_s)
-            )
-        text = f"an operator removes {name}, to add it again in {back_s:.2f} s"
-        return Fault(at_s, text, lambda: self._remove(machine, back_s))
-
-    def _cordon(self, name: str, back_s: float) -> bool:
-        if name in self.cordoned or name in self.removed:
-            return False
-        self._head.operators.cordon_node(f"{name}:8454", "seeded")
-        self.cordoned[name] = None
-
-        def uncordon() -> None:
-            if self.cordoned.pop(name, name) is None:
-                self._head.operators.uncordon_node(f"{name}:8454")
-
-        self._network.loop.call_later(back_s, uncordon)
-        return True
-
-    def _remove(self, machine: SimMachine, back_s: float) -> bool:
-        name = machine.profile.name
-        if name in self.cordoned or name in self.removed:
-            return False
-        self.removed[name] = None
-        self._oracle.lasts(name, 1)
-        task = asyncio.get_running_loop().create_task(self._remove_and_add(machine, back_s))
-        self._operations.add(task)
-        task.add_done_callback(self._operations.discard)
-        return True
-
-    async def _remove_and_add(self, machine: SimMachine, back_s: float) -> None:
-        name = machine.profile.name
-        try:
-            await self._head.operators.remove_node(machine.address)
-            await asyncio.sleep(back_s)
-            await self._head.operators.add_node(machine.address)
-        except FleetError as error:
-            if error.reason is not Reason.NODE_NOT_FOUND:
-                raise
-            self._oracle.violation(f"{name} was there, and could not be removed: {error}")
-        finally:
-            self.removed.pop(name, None)
-            self._oracle.lasts(name, -1)
+def _unused(_: object) -> None:
+    """Drop a result."""

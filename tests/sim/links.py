@@ -19,7 +19,7 @@ from fleet_service.domain.commands import (
     Revoke,
     Run,
 )
-from fleet_service.domain.node_types import ModelInfo, NodeHello, Report
+from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, Report
 from fleet_service.runtime.protocols import (
     HandshakeRefusedError,
     LinkError,
@@ -28,7 +28,9 @@ from fleet_service.runtime.protocols import (
     LinkTimeoutError,
     RunSink,
 )
-from tests.sim.network import Command, Pipe, SimNetwork, Step, Wire
+from tests.sim.explain import Hearing
+from tests.sim.link_runs import SimRun
+from tests.sim.network import Command, Machine, Peer, Pipe, SimNetwork, Wire
 
 
 class SimDialer:
@@ -40,12 +42,8 @@ class SimDialer:
     async def connect(self, address: str, introduction: Introduction, listener: LinkListener) -> SimLink:
         wire, hello = await self._shake_hands(address, introduction)
         link = SimLink(wire, introduction, hello, listener)
-        wire.head_end = link
         self._network.wires[wire] = None
-        if not wire.node_end_open or wire.machine.process is not wire.process:
-            wire.break_("the node went while it was being connected")
-        else:
-            link.start_reports()
+        link.opened()
         return link
 
     async def probe(self, address: str, introduction: Introduction) -> NodeHello:
@@ -61,8 +59,10 @@ class SimDialer:
         if machine.unreachable:
             await asyncio.sleep(network.timeouts.connect_s)
             raise LinkTimeoutError("no connection in time")
+        if machine.cut_off:
+            raise LinkLostError("no route")
         if machine.process is None:
-            raise LinkLostError("connection refused")
+            raise LinkLostError("connection refused", refused=True)
         wire = Wire(network, machine, machine.process)
         answer: asyncio.Future[NodeHello] = network.loop.create_future()
 
@@ -87,21 +87,80 @@ class SimLink:
     """The runtime's NodeLink over one wire."""
 
     def __init__(
-        self, wire: Wire, introduction: Introduction, hello: NodeHello, listener: LinkListener
+        self, wire: Wire, introduction: Introduction, hello: NodeHello, listener: LinkListener | None
     ) -> None:
         self._wire = wire
+        wire.head_end = self
         self._introduction = introduction
         self._hello = hello
         self._listener = listener
         self._network = wire.network
         self._calls: dict[asyncio.Future[object], None] = {}
         self._closed = False
+        self._ended: asyncio.Future[None] = wire.network.loop.create_future()
+        self._news: tuple[Report, tuple[ModelInfo, ...]] | None = None
         self._reports = Pipe(wire)
+        self.found: set[tuple[str, int]] = set()  # sessions that the node held when the link began
+        self.since_s = wire.network.loop.time()
+        self.hearing = Hearing(self.since_s, self.since_s)
         self.runs: dict[SimRun, None] = {}
 
     @property
     def hello(self) -> NodeHello:
         return self._hello
+
+    @property
+    def introduction(self) -> Introduction:
+        return self._introduction
+
+    @property
+    def process(self) -> Peer:
+        """Whom it leads to."""
+        return self._wire.process
+
+    @property
+    def machine(self) -> Machine:
+        return self._wire.machine
+
+    @property
+    def whole(self) -> bool:
+        """Neither end has gone, and nothing holds it up."""
+        return not self._closed and self._wire.node_end_open and not self._wire.stalled
+
+    @property
+    def attached(self) -> bool:
+        """Somebody listens."""
+        return self._listener is not None
+
+    def opened(self) -> None:
+        """From here on it is a link; its reports begin."""
+        self._network.links[self] = None
+        self.found = {
+            (each.session_id, each.epoch) for each in self._wire.process.rules.holdings() if not each.fenced
+        }
+        self._network.linked(self)
+        if not self._wire.node_end_open or self._wire.machine.process is not self._wire.process:
+            self._wire.break_("the node went while it was being connected")
+        else:
+            self.start_reports()
+
+    def attach(self, listener: LinkListener) -> bool:
+        """As OfferedLink.attach."""
+        if self._closed:
+            return False
+        self._listener = listener
+        if self._news is not None:
+            listener.on_report(*self._news)
+        return True
+
+    async def ended(self) -> None:
+        await asyncio.shield(self._ended)
+
+    def _end(self) -> None:
+        self._closed = True
+        self._network.links.pop(self, None)
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     async def assign(self, command: Assign) -> Refusal | None:
         return await self._command(command)
@@ -113,14 +172,17 @@ class SimLink:
         return await self._command(command)
 
     async def revoke(self, command: Revoke) -> Refusal | None:
+        self._network.revoking(self, command)
         return await self._command(command)
 
     @property
     def resumes(self) -> bool:
-        return False
+        return Feature.RESUME in self._hello.features
 
     async def reconcile(self) -> Sequence[HeldSession]:
-        return ()
+        answer = await self._call(lambda: self._wire.process.held(self._introduction))
+        assert isinstance(answer, list)
+        return answer
 
     async def ping(self) -> None:
         await self._call(lambda: True)
@@ -131,7 +193,8 @@ class SimLink:
         return answer
 
     def run(self, command: Run, sink: RunSink) -> SimRun:
-        run = SimRun(self, self._wire, sink)
+        self._network.asked(command)
+        run = SimRun(self, self._wire, sink, command)
         if self._closed:
             self._network.loop.call_soon(run.break_, LinkLostError("the link is closed"))
             return run
@@ -142,13 +205,14 @@ class SimLink:
     async def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._end()
         self._wire.network.wires.pop(self._wire, None)
         self._network.loop.call_later(
             self._network.delay_s(),
             self._wire.machine.when_running,
             self._wire.process,
             self._wire.close_node_end,
+            context=self._network.loop.node_side,
         )
         self._fail_all(LinkLostError("closed"))
         await asyncio.sleep(self._network.rng.random() * 0.05)
@@ -157,19 +221,27 @@ class SimLink:
         """The wire broke: tell the runtime, in either order."""
         if self._closed:
             return
-        self._closed = True
-        if self._network.rng.random() < 0.5:
+        self._end()
+        first = self._network.rng.random() < 0.5
+        if first and self._listener is not None:
             self._listener.on_lost(error)
-            self._fail_all(error)
-        else:
-            self._fail_all(error)
+        self._fail_all(error)
+        if not first and self._listener is not None:
             self._listener.on_lost(error)
+
+    def die(self) -> None:
+        """The head was killed: the node sees a reset, and here nobody is left to be told."""
+        self._end()
+        self._wire.head_end = None
+        self._wire.break_("the head is gone")
 
     def sign(self) -> bool:
         """Something arrived; whether anyone still listens."""
         if self._closed:
             return False
-        self._listener.on_sign()
+        self.hearing.heard(self._network.loop.time())
+        if self._listener is not None:
+            self._listener.on_sign()
         return True
 
     def start_reports(self) -> None:
@@ -186,11 +258,16 @@ class SimLink:
             self._wire.machine.when_running,
             self._wire.process,
             self._send_report,
+            context=self._network.loop.node_side,
         )
 
     def _on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
-        if self.sign():
+        if not self.sign():
+            return
+        if self._listener is not None:
             self._listener.on_report(report, models)
+        else:
+            self._news = (report, models)
 
     async def _command(self, command: Command) -> Refusal | None:
         answer = await self._call(lambda: self._wire.process.execute(self._introduction, command), command)
@@ -243,63 +320,6 @@ class SimLink:
         self._network.rng.shuffle(waiting)
         for end in waiting:
             self._network.loop.call_soon(end)
-
-
-class SimRun:
-    """A run's two ends: the head's handle, and the port that its node sends by."""
-
-    __slots__ = ("_closed", "_gone", "_link", "_pipe", "_sink", "_wire")
-
-    def __init__(self, link: SimLink, wire: Wire, sink: RunSink) -> None:
-        self._link = link
-        self._wire = wire
-        self._sink = sink
-        self._pipe = Pipe(wire)
-        self._closed = False
-        self._gone = False
-
-    def start(self, introduction: Introduction, command: Run) -> None:
-        """The command reaches the node, unless the head has hung up before."""
-        if not self._gone:
-            self._wire.ports[self] = None
-            self._wire.process.start_run(introduction, command, self)
-
-    def close(self) -> None:
-        """The head listens no more; the node hears of it and cancels."""
-        if self._closed:
-            return
-        self._end()
-        self._wire.to_node(self._hang_up)
-
-    def _hang_up(self) -> None:
-        self._gone = True
-        if self._wire.ports.pop(self, True) is None:
-            self._wire.process.stream_gone(self)
-
-    def break_(self, error: LinkError) -> None:
-        if not self._closed:
-            self._end()
-            self._sink.on_broken(error)
-
-    def send(self, step: Step) -> None:
-        """Node to head."""
-        if step.last:
-            self._wire.ports.pop(self, None)
-        if self._wire.node_end_open:
-            self._pipe.send(lambda: self._on_step(step))
-
-    def _on_step(self, step: Step) -> None:
-        if not self._link.sign() or self._closed:
-            return
-        if step.last:
-            self._end()
-        self._sink.on_step(
-            step.epoch, step.first_index, step.token_ids, step.phase, step.finish, step.refusal
-        )
-
-    def _end(self) -> None:
-        self._closed = True
-        self._link.runs.pop(self, None)
 
 
 def _failing(answer: asyncio.Future[object], error: LinkError) -> Callable[[], None]:

@@ -7,6 +7,7 @@ the same program give the same order of everything; another seed gives another i
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 import io
 import random
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _PURGE_TIMERS = 256
+_READ_LATE_S = 0.02
+_IS_NODE_SIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("is node side", default=False)
 
 
 class SimulationError(Exception):
@@ -53,6 +56,11 @@ class SimLoop(base_events.BaseEventLoop):
         self._max_time_s = max_time_s
         self.steps = 0
         self.unhandled: list[str] = []
+        self.head_side = contextvars.Context()
+        self.node_side = contextvars.Context()
+        self.node_side.run(_IS_NODE_SIDE.set, True)
+        self.head_stopped = False
+        self._held: list[Any] = []  # the head's, while it is stopped
         # What the base class keeps; its handles have no public face.
         self._ready: list[Any] = []
         self._scheduled: list[Any]
@@ -71,8 +79,27 @@ class SimLoop(base_events.BaseEventLoop):
             self._end()
 
     def stand_still(self, duration_s: float) -> None:
-        """Let `duration_s` pass in which nothing runs, as when the process is stopped."""
+        """Let `duration_s` pass in which nothing runs at all."""
         self._now_s += duration_s
+
+    def stop_head(self, duration_s: float) -> None:
+        """Nothing of the head's side runs for `duration_s`; then all that came due meanwhile does.
+
+        What runs in the context `node_side`, and what that starts, goes on.
+        """
+        self.head_stopped = True
+        self.call_later(duration_s, self._continue_head, context=self.node_side)
+
+    def _continue_head(self) -> None:
+        """Its timers are due at once; what came over the network may take another moment to be read."""
+        self.head_stopped = False
+        held, self._held = self._held, []
+        if self._rng.random() < 0.5:
+            self._ready += held
+            return
+        self._ready += [handle for handle in held if handle._context is not self.head_side]
+        arrived = [handle for handle in held if handle._context is self.head_side]
+        self.call_later(_READ_LATE_S, self._ready.extend, arrived, context=self.node_side)
 
     def stacks(self) -> str:
         """The stack of every task that is not done, for a report."""
@@ -83,6 +110,8 @@ class SimLoop(base_events.BaseEventLoop):
 
     def _end(self) -> None:
         """Cancel leftovers so that nothing is destroyed pending; their number was the caller's to check."""
+        if self.head_stopped:
+            self._continue_head()
         try:
             for _ in range(3):
                 left = asyncio.all_tasks(self)
@@ -96,6 +125,7 @@ class SimLoop(base_events.BaseEventLoop):
             self.run_until_complete(self.shutdown_asyncgens())
         finally:
             self._ready.clear()
+            self._held.clear()
             self._scheduled.clear()
             self.close()
 
@@ -110,6 +140,9 @@ class SimLoop(base_events.BaseEventLoop):
         else:
             handle = ready.pop(0)
         if handle._cancelled:
+            return
+        if self.head_stopped and not handle._context.get(_IS_NODE_SIDE):
+            self._held.append(handle)
             return
         self.steps += 1
         if self.steps > self._max_steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from fleet_service.domain.node_types import Feature
 from fleet_service.runtime.settings import HeadSettings
@@ -56,8 +57,22 @@ def make_profiles(rng: random.Random) -> list[NodeProfile]:
                 prefill_tokens_per_s=rng.choice([50.0, 400.0, 4000.0]),
                 limits=limits,
                 labels={"zone": ZONES[number] if number < 2 else rng.choice(ZONES)},
-                features=frozenset({Feature.INLINE_BIND}) if rng.random() < 0.7 else frozenset(),
                 tells_window=wide or rng.random() < 0.5,
+                keep_s=rng.choice([10.0, 0.6]),
+                buffer_tokens=rng.choice([4096, 4096, 4096, 24]),
+                **_link_of(rng),
             )
         )
     return profiles
+
+
+def _link_of(rng: random.Random) -> dict[str, Any]:
+    """How the node is connected, and what it can do by that."""
+    features = {Feature.INLINE_BIND} if rng.random() < 0.7 else set()
+    joins = rng.random() < 0.25
+    multiplexed = joins or rng.random() < 0.5
+    if multiplexed:
+        features |= {Feature.LINK, Feature.RESUME} if rng.random() < 0.85 else {Feature.LINK}
+    if rng.random() < (0.85 if multiplexed else 0.5):
+        features.add(Feature.RECONCILE)
+    return {"features": frozenset(features), "joins": joins}

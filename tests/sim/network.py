@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fleet_service.domain.commands import (
     Append,
     Assign,
     CancelRun,
+    HeldSession,
     Introduction,
     Phase,
     Refusal,
@@ -25,9 +27,15 @@ from fleet_service.domain.commands import (
 )
 from fleet_service.domain.node_types import ModelInfo, NodeHello, Report
 from fleet_service.runtime.protocols import LinkError, LinkLostError
+from node_stub.rules import NodeRules
 from tests.sim.loop import SimLoop
 
+if TYPE_CHECKING:
+    from tests.sim.links import SimLink
+
 Command = Assign | Append | CancelRun | Revoke
+RunKey = tuple[str, int, str]
+"""Session, epoch, generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +88,15 @@ class HeadEnd(Protocol):
     def lose(self, error: LinkError) -> None:
         """The connection is gone."""
 
+    def die(self) -> None:
+        """The head is gone, and so is its end."""
+
 
 class Peer(Protocol):
     """A node's process, as the network sees it. Every method is called when the message arrives."""
+
+    @property
+    def rules(self) -> NodeRules: ...
 
     def hello(self, introduction: Introduction) -> NodeHello: ...
 
@@ -92,7 +106,17 @@ class Peer(Protocol):
 
     def start_run(self, introduction: Introduction, command: Run, port: RunPort) -> None: ...
 
-    def stream_gone(self, port: RunPort) -> None: ...
+    def stream_gone(self, port: RunPort) -> None:
+        """The connection that a run was sent over has ended."""
+
+    def run_cancelled(self, run: RunKey, port: RunPort) -> None:
+        """The head has closed a run."""
+
+    def acknowledged(self, run: RunKey, index: int) -> None:
+        """The head has all tokens of a run before `index`."""
+
+    def held(self, introduction: Introduction) -> list[HeldSession]:
+        """What it holds of the head's fleet."""
 
     def report(self, introduction: Introduction) -> tuple[Report, tuple[ModelInfo, ...]] | None: ...
 
@@ -104,6 +128,10 @@ class Machine(Protocol):
     refuses: str  # why it refuses handshakes; "" = it does not
     stalled: bool  # nothing gets through to it or from it, for now
     unreachable: bool  # packets vanish, so that dialing times out instead of being refused
+
+    @property
+    def cut_off(self) -> bool:
+        """No connection can be made, for now."""
 
     @property
     def process(self) -> Peer | None: ...
@@ -138,24 +166,36 @@ class Wire:
         self.process = process
         self.head_end: HeadEnd | None = None
         self.node_end_open = True
+        self.closed_at_node: Callable[[], None] | None = None
+        self.refused = False
+        self.late_s = 0.0  # how much later than the node the head may notice its end
         self.ports: dict[RunPort, None] = {}  # runs the node has on it
         self.stalled = False
-        self._held: list[Callable[[], None]] = []
+        self._held: list[tuple[Callable[[], None], Context]] = []
         if machine.stalled:
             self.stall()
 
-    def later(self, deliver: Callable[[], None], extra_s: float = 0.0) -> None:
-        self.network.loop.call_later(self.network.delay_s() + extra_s, self._arrive, deliver)
-
-    def _arrive(self, deliver: Callable[[], None]) -> None:
-        if self.stalled:
-            self._held.append(deliver)
-        else:
-            deliver()
+    def later(self, deliver: Callable[[], None]) -> None:
+        """Have the head get something."""
+        self._send(deliver, 0.0, self.network.loop.head_side)
 
     def to_node(self, action: Callable[[], None], extra_s: float = 0.0) -> None:
         """Have the node's process do something, unless it or its end has gone by then."""
-        self.later(lambda: self.machine.when_running(self.process, lambda: self._at_node(action)), extra_s)
+        self._send(
+            lambda: self.machine.when_running(self.process, lambda: self._at_node(action)),
+            extra_s,
+            self.network.loop.node_side,
+        )
+
+    def _send(self, deliver: Callable[[], None], extra_s: float, side: Context) -> None:
+        delay_s = self.network.delay_s() + extra_s
+        self.network.loop.call_later(delay_s, self._arrive, deliver, side, context=side)
+
+    def _arrive(self, deliver: Callable[[], None], side: Context) -> None:
+        if self.stalled:
+            self._held.append((deliver, side))
+        else:
+            deliver()
 
     def _at_node(self, action: Callable[[], None]) -> None:
         if self.node_end_open:
@@ -164,14 +204,16 @@ class Wire:
     def stall(self) -> None:
         self.stalled = True
         self.network.hold(self)
-        self.network.loop.call_later(self.network.timeouts.keepalive_s, self._keepalive)
+        self.network.loop.call_later(
+            self.network.timeouts.keepalive_s, self._keepalive, context=self.network.loop.node_side
+        )
 
     def release(self) -> None:
-        """End the stall: everything held arrives, in order."""
+        """End the stall: everything held arrives."""
         self.stalled = False
         held, self._held = self._held, []
-        for deliver in held:
-            deliver()
+        for deliver, side in held:
+            self.network.loop.call_soon(self._arrive, deliver, side, context=side)
 
     def _keepalive(self) -> None:
         if self.stalled:
@@ -182,9 +224,18 @@ class Wire:
         network = self.network
         network.wires.pop(self, None)
         if self.head_end is not None:
-            network.loop.call_later(network.delay_s(), self.head_end.lose, LinkLostError(why))
+            late_s = network.delay_s() + self.late_s * network.rng.random()
+            network.loop.call_later(
+                late_s, self.head_end.lose, LinkLostError(why), context=network.loop.head_side
+            )
         notice_s = network.delay_s() + (network.rng.random() * 2.0 if network.rng.random() < 0.2 else 0.0)
-        network.loop.call_later(notice_s, self.machine.when_running, self.process, self.close_node_end)
+        network.loop.call_later(
+            notice_s,
+            self.machine.when_running,
+            self.process,
+            self.close_node_end,
+            context=network.loop.node_side,
+        )
 
     def close_node_end(self) -> None:
         """The node sees the connection end; its streams on it end with it."""
@@ -194,6 +245,8 @@ class Wire:
         ports, self.ports = list(self.ports), {}
         for port in ports:
             self.process.stream_gone(port)
+        if self.closed_at_node is not None:
+            self.closed_at_node()
 
 
 class SimNetwork:
@@ -203,10 +256,14 @@ class SimNetwork:
         self.loop = loop
         self.rng = rng
         self.note = note
+        self.asked: Callable[[Run], None] = lambda _command: None  # told of every run that the head asks for
         self.noise = Noise()
         self.timeouts = Timeouts()
         self.report_period_s = 2.0
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, Machine] = {}  # those that can be dialed, by address
+        self.links: dict[SimLink, None] = {}  # those that are open at the head
+        self.revoking: Callable[[SimLink, Revoke], None] = lambda _link, _command: None
+        self.linked: Callable[[SimLink], None] = lambda _link: None  # told of each that opens
         self.wires: dict[Wire, None] = {}
         self._stalled: dict[Wire, None] = {}  # gone for the head or not, they hold messages
 

@@ -15,7 +15,7 @@ from fleet_service.domain.commands import Run
 from fleet_service.domain.node_types import Feature
 from node_stub import rules
 from node_stub.reference import StubModel
-from tests.sim.network import Peer, SimNetwork
+from tests.sim.network import Peer, RunKey, SimNetwork
 
 
 class RunFault(Enum):
@@ -25,6 +25,7 @@ class RunFault(Enum):
     DIE_BEFORE_FINISH = "the process dies before the finish"
     FREEZE = "the process is stopped for a while"
     DROP_LINK = "the link breaks"
+    BLIP = "the link is cut for a moment"
     ENGINE_ERROR = "the engine fails"
     STALL = "no more tokens come"
     SKIP_INDEX = "an index is left out"
@@ -42,6 +43,7 @@ class ArmedFault:
     fault: RunFault
     after_tokens: int
     duration_s: float = 3.0
+    cut_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,16 @@ class NodeProfile:
     labels: Mapping[str, str] = field(default_factory=dict)
     features: frozenset[Feature] = frozenset({Feature.INLINE_BIND})
     tells_window: bool = True
+    joins: bool = False
+    """It dials the head, and cannot be dialed."""
+    keep_s: float = 10.0
+    """How long a run is kept for its head to come back to (feature RESUME)."""
+    buffer_tokens: int = 4096
+    """Tokens of a run kept at most, beyond what was acknowledged."""
+
+    @property
+    def resumes(self) -> bool:
+        return Feature.RESUME in self.features
 
 
 class NodeProcess(Peer, Protocol):
@@ -76,8 +88,14 @@ class NodeProcess(Peer, Protocol):
     @property
     def queue_depth(self) -> int: ...
 
-    def runs(self) -> list[str]:
-        """Ids of the generations it has, queued or running."""
+    @property
+    def incarnation(self) -> str: ...
+
+    def runs(self) -> list[RunKey]:
+        """What it has, queued or running."""
+
+    def could_take_up(self, generation_id: str, epoch: int, index: int) -> bool:
+        """Whether it keeps a run of it that can go on from that index."""
 
 
 class Boot(Protocol):
@@ -91,17 +109,24 @@ class Overseer(Protocol):
 
     def run_admitted(self, process: NodeProcess, run: Run, admission: rules.Admission) -> None: ...
 
-    def struck(self, machine: SimMachine, fault: str, generation_id: str) -> None: ...
+    def run_taken_up(self, process: NodeProcess, run: Run) -> None:
+        """A run that was kept goes on, from the command's first index."""
+
+    def struck(self, machine: SimMachine, fault: str, run: RunKey | None = None) -> None:
+        """A fault happened, at once over; `run` is what it happened to."""
+
+    def met(self, what: str) -> None:
+        """Something worth counting happened that is no fault."""
 
     def lasts(self, node: str, change: int) -> None:
         """A disturbance that lasts has begun (+1) or ended (-1)."""
 
     def violation(self, text: str) -> None: ...
 
-    def engine_fails_at(self, generation_id: str) -> int | None:
+    def engine_fails_at(self, run: RunKey) -> int | None:
         """After how many tokens every engine fails on it."""
 
-    def kills_at(self, generation_id: str) -> int | None:
+    def kills_at(self, run: RunKey) -> int | None:
         """After how many tokens every node dies of it."""
 
 
@@ -109,10 +134,17 @@ class SimMachine:
     """One node's place in the network: its address, its process if it runs, and what holds it up."""
 
     def __init__(
-        self, profile: NodeProfile, network: SimNetwork, rng: random.Random, overseer: Overseer, boot: Boot
+        self,
+        profile: NodeProfile,
+        network: SimNetwork,
+        rng: random.Random,
+        overseer: Overseer,
+        boot: Boot,
+        label: str = "",
     ) -> None:
         self.profile = profile
-        self.address = f"{profile.name}:8454"
+        self.label = label or profile.name  # a clone has the name of another
+        self.address = f"joined:{profile.name}" if profile.joins else f"{profile.name}:8454"
         self.network = network
         self.rng = rng
         self.overseer = overseer
@@ -120,20 +152,29 @@ class SimMachine:
         self.stalled = False
         self.unreachable = False
         self.frozen = False
+        self.cuts = 0
         self.silent_reports = False
         self.lies: dict[str, int] = {}
         self.lose_appends = 0
         self.armed: list[ArmedFault] = []
         self._boot = boot
         self._incarnations = 0
+        self._is_off = False
         self._backlog: list[tuple[NodeProcess, Callable[[], None]]] = []
         self._process: NodeProcess | None = None
-        network.machines[self.address] = self
+        self.dials_in: Callable[[NodeProcess], None] | None = None
+        if not profile.joins:
+            network.machines[self.address] = self
         self.start()
 
     @property
     def process(self) -> NodeProcess | None:
         return self._process
+
+    @property
+    def cut_off(self) -> bool:
+        """No connection can be made, for now."""
+        return self.cuts > 0
 
     def when_running(self, process: object, action: Callable[[], None]) -> None:
         if process is not self._process:
@@ -146,13 +187,16 @@ class SimMachine:
 
     def start(self) -> None:
         """Boot a process, unless one runs."""
-        if self._process is not None:
+        if self._process is not None or self._is_off:
             return
         self._incarnations += 1
-        self._process = self._boot(self, f"{self.profile.name}-run-{self._incarnations}")
+        self._process = self._boot(self, f"{self.label}-run-{self._incarnations}")
         self.unreachable = False
+        if self.dials_in is not None:
+            self.dials_in(self._process)
         for wire in self.network.wires_of(self):
-            wire.break_("connection reset")  # the machine is back, and knows nothing of it
+            if wire.process is not self._process:
+                wire.break_("connection reset")  # the machine is back, and knows nothing of it
 
     def die(self, return_s: float, *, silently: bool = False) -> bool:
         """The process is gone; another starts after `return_s`. False when none ran.
@@ -166,11 +210,19 @@ class SimMachine:
         self.unreachable = silently
         for wire in self.network.wires_of(self):
             if silently:
-                self.network.loop.call_later(self.network.timeouts.keepalive_s, wire.break_, "keepalive")
+                self._later(self.network.timeouts.keepalive_s, lambda each=wire: each.break_("keepalive"))  # type: ignore[misc]
             else:
                 wire.break_("connection reset")
         self._lasting(return_s, self.start)
         return True
+
+    def switch_off(self) -> None:
+        """The process is gone for good."""
+        self._is_off = True
+        self.thaw_without_work()
+        self._process = None
+        for wire in self.network.wires_of(self):
+            wire.break_("connection reset")
 
     def freeze(self, duration_s: float) -> bool:
         """SIGSTOP, and SIGCONT after `duration_s`. False when there was nothing to stop."""
@@ -178,7 +230,10 @@ class SimMachine:
             return False
         self.frozen = True
         for wire in self.network.wires_of(self):
-            self.network.loop.call_later(self.network.timeouts.keepalive_s, self._give_up, wire.break_)
+            self._later(
+                self.network.timeouts.keepalive_s,
+                lambda each=wire: self._give_up(each.break_),  # type: ignore[misc]
+            )
         self._lasting(duration_s, self.thaw)
         return True
 
@@ -212,6 +267,24 @@ class SimMachine:
         for wire in self.network.stalled_wires_of(self):
             wire.release()
 
+    def arm(self, fault: ArmedFault) -> bool:
+        self.armed.append(fault)
+        return True
+
+    def loses_appends(self, count: int) -> bool:
+        self.lose_appends += count
+        return True
+
+    def cut(self, duration_s: float) -> bool:
+        """Its connections break, and none can be made for `duration_s`."""
+        self.cuts += 1
+        self.drop_links()
+        self._lasting(duration_s, self._uncut)
+        return True
+
+    def _uncut(self) -> None:
+        self.cuts -= 1
+
     def heal(self) -> None:
         """Nothing is wrong with it any more."""
         self.refuses = ""
@@ -235,4 +308,7 @@ class SimMachine:
             end()
             self.overseer.lasts(name, -1)
 
-        self.network.loop.call_later(duration_s, over)
+        self._later(duration_s, over)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.network.loop.call_later(delay_s, action, context=self.network.loop.node_side)

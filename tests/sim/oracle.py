@@ -3,82 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from fleet_service.domain.commands import Run
 from fleet_service.domain.errors import Reason
-from fleet_service.domain.events import Finished, FinishReason, Moved
-from fleet_service.domain.placement import Verdict
+from fleet_service.domain.events import Finished, FinishReason
 from fleet_service.runtime.generation import FIRST_READER_S
-from fleet_service.runtime.observer import AttemptTrace, GenerationInfo, GenerationTrace
+from fleet_service.runtime.observer import FleetObserver, GenerationInfo
 from node_stub import rules
 from node_stub.reference import effective_seed
+from tests.sim.explain import (
+    AFTERMATH_S,
+    EXPLAINED_BY_STANDSTILL,
+    EXPLAINED_BY_STRIKE,
+    EXPLAINED_BY_TROUBLE,
+    FREE_FAILURES,
+    MAX_ATTEMPTS,
+    MAX_KILLS_AT_ONE_INDEX,
+    MAX_PLACED_AT_ONCE,
+    MAX_SAME_FAILURES,
+    Trouble,
+)
 from tests.sim.loop import StepLimitError
-from tests.sim.nodes import NodeProcess, RunFault, SimMachine
+from tests.sim.network import RunKey
+from tests.sim.nodes import NodeProcess, SimMachine
 from tests.sim.records import Plan, Record, right_end
+from tests.sim.staying import Disturbances, Staying
 from tests.sim.story import Story
-
-# Failures after which a further attempt costs nothing (rule 7).
-FREE_FAILURES = frozenset({"busy", "fenced", "rebalanced", "evicted", "removed", "context_too_long"})
-MAX_ATTEMPTS = 3
-MAX_KILLS_AT_ONE_INDEX = 2
-MAX_SAME_FAILURES = 5
-MAX_PLACED_AT_ONCE = 200
-# Failures of an attempt that only trouble with its node, or with the wire, explains; and for how long.
-_EXPLAINED_BY_TROUBLE = {
-    "link_lost": 12.0,
-    "node_silent": 12.0,
-    "stalled": 40.0,
-    "command_timeout": 40.0,
-    "unknown_session": 120.0,
-    "stale_epoch": 60.0,
-    "fenced": 60.0,
-    "evicted": 12.0,
-}
-# Of those, what a head that stood still may take for trouble. Silence and stalls it must not (rule 13).
-_EXPLAINED_BY_STANDSTILL = frozenset({"command_timeout", "link_lost", "fenced", "evicted"})
-# Those that only a fault of this very generation explains.
-_EXPLAINED_BY_STRIKE = {
-    "index_gap": RunFault.SKIP_INDEX.value,
-    "node_fault": RunFault.SKIP_INDEX.value,
-    "protocol": RunFault.FUTURE_EPOCH.value,
-}
-# How long after a disturbance of a node its effects may last: silence, a redial, a command's timeout.
-AFTERMATH_S = 12.0
-
-
-@dataclass(slots=True)
-class Trouble:
-    """What befell one node: for each kind, when last; `until_s` is when the last that lasts is over."""
-
-    last_s: float = -1e9
-    losses: list[float] = field(default_factory=list)
-    count: int = 0
-    lasting: int = 0
-
-    def quiet(self, now_s: float, aftermath_s: float = AFTERMATH_S) -> bool:
-        return self.lasting == 0 and now_s - self.last_s > aftermath_s
+from tests.sim.watching import HeadWatch
 
 
 class Oracle:
-    """Collects violations. It is the head's observer and the nodes' overseer."""
+    """Collects violations. It watches the heads, one after the other, and is the nodes' overseer."""
 
     def __init__(self, clock: Callable[[], float], story: Story, on_violation: Callable[[], None]) -> None:
         self._clock = clock
         self._on_violation = on_violation
         self.story = story
         self.violations: list[str] = []
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, Record] = {}  # of the head that lives
+        self.lives = 1  # of heads, so far
+        self._earlier: dict[tuple[str, int], Record] = {}  # of heads that died: by generation, epoch
+        self._seen: dict[str, int] = {}  # by incarnation, the highest epoch it had seen when a head died
+        self._epochs: set[int] = set()  # of the head that lives
+        self.staying = Staying()
+        self._admissions: set[tuple[str, int, str]] = set()
         self.troubles: dict[str, Trouble] = {}
         self.wire_trouble = Trouble()
         self.struck_kinds: Counter[str] = Counter()
         self.lost_appends: Counter[str] = Counter()  # by session
         self.finishes: Counter[FinishReason] = Counter()
         self.moves = 0
+        self.started = 0
         self.standstills: list[tuple[float, float]] = []  # when the head did not run: from, to
-        # Set by the world, which knows the nodes: what is wrong with an ERROR for want of a node.
+        # Set by the world: what is wrong with an ERROR, or a failure, given which nodes are there.
         self.judge_placement: Callable[[Record, Reason], None] = lambda _record, _reason: None
+        self.judge_failure: Callable[[Record, str, int, str, int], None] = lambda *_: None
+        self.process_of: Callable[[str], NodeProcess | None] = lambda _node: None
 
     def violation(self, text: str) -> None:
         self.violations.append(f"at {self._clock():.4f} s: {text}")
@@ -88,8 +69,29 @@ class Oracle:
     def trouble_of(self, node: str) -> Trouble:
         return self.troubles.setdefault(node, Trouble())
 
-    def record_of(self, generation_id: str) -> Record | None:
-        return self.records.get(generation_id)
+    def met(self, what: str) -> None:
+        self.struck_kinds[what] += 1
+
+    def record_of(self, generation_id: str, epoch: int) -> Record | None:
+        """The generation that a run under that epoch is of, of whichever head."""
+        record = self.records.get(generation_id)
+        if record is not None and epoch in record.epochs:
+            return record
+        return self._earlier.get((generation_id, epoch))
+
+    def head_died(self, processes: Iterable[NodeProcess], fleet_id: str) -> None:
+        """Nothing that the head did from here on counts, and its generations break off."""
+        self.lives += 1
+        for record in self.records.values():
+            self._earlier |= dict.fromkeys(((record.generation_id, epoch) for epoch in record.epochs), record)
+        self.records = {}
+        self._epochs.clear()
+        self.staying = Staying()
+        for process in processes:
+            self._seen[process.incarnation] = process.rules.highest_epoch(fleet_id)
+
+    def is_of_this_head(self, epoch: int) -> bool:
+        return epoch in self._epochs
 
     def stood_still(self, from_s: float, to_s: float) -> None:
         """The head did not run meanwhile."""
@@ -109,7 +111,11 @@ class Oracle:
 
     # The head's observer
 
-    def generation_started(self, info: GenerationInfo, parent: object | None) -> GenerationTrace:
+    def watch(self) -> FleetObserver:
+        """The observer of the head that begins to live now."""
+        return HeadWatch(self, self.lives)
+
+    def generation_started(self, info: GenerationInfo, parent: object | None) -> Record:
         now_s = self._clock()
         if not isinstance(parent, Plan):
             self.violation(f"{info.generation_id} was started, and no caller asked for it")
@@ -128,6 +134,7 @@ class Oracle:
             info.max_new_tokens,
         )
         self.records[info.generation_id] = record
+        self.started += 1
         if parent.cancelled_before:
             record.cancel_asked_s = now_s
         wanted = (len(parent.context), parent.max_new_tokens, parent.wall_s)
@@ -140,12 +147,16 @@ class Oracle:
             info.generation_id, info.session_id, parent.session_label, info.context_tokens,
             info.max_new_tokens, info.max_wall_s,
         )  # fmt: skip
-        return _GenerationWatch(self, record)
+        return record
 
     # The nodes' overseer
 
     def run_admitted(self, process: NodeProcess, run: Run, admission: rules.Admission) -> None:
-        node, record = process.machine.profile.name, self.records.get(run.generation_id)
+        node, record = process.machine.profile.name, self.record_of(run.generation_id, run.epoch)
+        admission_key = (process.incarnation, run.epoch, run.generation_id)
+        if admission_key in self._admissions:
+            self.violation(f"{run.generation_id} is prefilled twice on {node} under one epoch")
+        self._admissions.add(admission_key)
         if record is None:
             self.violation(f"{node} was asked for {run.generation_id}, which nobody asked the head for")
             return
@@ -186,9 +197,25 @@ class Oracle:
                     f"{run.session_id} holds {holding.context_length} tokens, not {run.context_length}"
                 )
 
-    def struck(self, machine: SimMachine, fault: str, generation_id: str) -> None:
+    def run_taken_up(self, process: NodeProcess, run: Run) -> None:
+        node, record = process.machine.profile.name, self.record_of(run.generation_id, run.epoch)
+        self.met("a run is taken up")
+        self.story.note("%s: %s goes on at index %d", node, run.generation_id, run.first_index)
+        if record is None or record.expected is None:
+            self.violation(f"{run.generation_id} is taken up on {node}, which nobody asked the head for")
+        elif tuple(run.prefix_token_ids) != record.expected.token_ids[: run.first_index]:
+            self.violation(f"{run.generation_id} is taken up on {node} behind a wrong prefix")
+
+    def asked(self, run: Run, received: int) -> None:
+        """The head asks for a run, having `received` tokens."""
+        if run.first_index != received:
+            self.violation(
+                f"{run.generation_id} is asked for from index {run.first_index}, {received} is next"
+            )
+
+    def struck(self, machine: SimMachine, fault: str, run: RunKey | None = None) -> None:
         """A fault happened to a node, at once over."""
-        name = machine.profile.name
+        name, (session_id, epoch, generation_id) = machine.profile.name, run or ("", 0, "")
         self.story.note("* %s: %s %s", name, fault, f"({generation_id})" if generation_id else "")
         self.struck_kinds[fault] += 1
         trouble = self.trouble_of(name)
@@ -196,9 +223,9 @@ class Oracle:
         trouble.count += 1
         if "die" in fault or "kill" in fault or "link" in fault or "stopped" in fault:
             trouble.losses.append(self._clock())
-        record = self.records.get(generation_id)
+        record = self.record_of(generation_id, epoch)
         if "append" in fault:
-            self.lost_appends[generation_id] += 1
+            self.lost_appends[session_id] += 1
         if record is not None:
             record.strikes[fault] += 1
         if record is not None and "engine" in fault:
@@ -219,12 +246,12 @@ class Oracle:
         trouble.count += 1
         trouble.losses.append(self._clock())
 
-    def engine_fails_at(self, generation_id: str) -> int | None:
-        record = self.records.get(generation_id)
+    def engine_fails_at(self, run: RunKey) -> int | None:
+        record = self.record_of(run[2], run[1])
         return None if record is None else record.plan.engine_fails_at
 
-    def kills_at(self, generation_id: str) -> int | None:
-        record = self.records.get(generation_id)
+    def kills_at(self, run: RunKey) -> int | None:
+        record = self.record_of(run[2], run[1])
         return None if record is None else record.plan.kills_at
 
     def check_pace(self, record: Record) -> None:
@@ -302,10 +329,35 @@ class Oracle:
             1 for trouble in self.troubles.values() for at_s in trouble.losses if at_s > since_s - AFTERMATH_S
         ) + sum(1 for at_s in self.wire_trouble.losses if at_s > since_s - AFTERMATH_S)
 
-    def attempt_over(self, record: Record, node: str, failure: str | None, index: int) -> None:
+    def attempt_begins(self, record: Record, node: str, epoch: int) -> None:
+        record.attempts += 1
+        record.epochs.add(epoch)
+        self._epochs.add(epoch)
+        if record.finished is not None:
+            self.violation(f"{record.generation_id} is tried on {node} after its end")
+        process = self.process_of(node)
+        if process is not None and epoch <= self._seen.get(process.incarnation, 0):
+            self.violation(f"{record.generation_id} is tried on {node} under an epoch of an earlier head")
+
+        now_s = self._clock()
+        quiet = self.wire_trouble.quiet(now_s) and self.trouble_of(node).quiet(now_s)
+        quiet = quiet and self.ran_for(now_s) > AFTERMATH_S
+        befallen = self._disturbances(node) if quiet and record.attempts == 1 else None
+        if self.staying.has_left(record.session_id, node, epoch, now_s, befallen):
+            self.violation(f"{record.session_id} is bound anew on {node}, and nothing befell it")
+
+    def answered(self, record: Record, node: str, epoch: int) -> None:
+        """An attempt has ended, and it did not fail."""
+        self.staying.answered(record.session_id, node, epoch, self._clock(), self._disturbances(node))
+
+    def _disturbances(self, node: str) -> Disturbances:
+        return self.trouble_of(node).count, self.wire_trouble.count, len(self.standstills)
+
+    def attempt_over(self, record: Record, node: str, epoch: int, failure: str | None, index: int) -> None:
         if failure is None:
             return
         record.failures.append((node, failure, index))
+        self.judge_failure(record, node, epoch, failure, index)
         if not self._explained(record, node, failure):
             self.violation(f"{record.generation_id}: {failure} on {node}, and nothing explains it")
         same = sum(1 for each in record.failures[-MAX_SAME_FAILURES - 1 :] if each == (node, failure, index))
@@ -324,11 +376,11 @@ class Oracle:
 
     def _explained(self, record: Record, node: str, failure: str) -> bool:
         now_s = self._clock()
-        if failure in _EXPLAINED_BY_STRIKE:
-            return record.strikes[_EXPLAINED_BY_STRIKE[failure]] > 0
-        if failure in _EXPLAINED_BY_TROUBLE:
-            within_s = _EXPLAINED_BY_TROUBLE[failure]
-            if failure in _EXPLAINED_BY_STANDSTILL and self.ran_for(now_s) < within_s:
+        if failure in EXPLAINED_BY_STRIKE:
+            return record.strikes[EXPLAINED_BY_STRIKE[failure]] > 0
+        if failure in EXPLAINED_BY_TROUBLE:
+            within_s = EXPLAINED_BY_TROUBLE[failure]
+            if failure in EXPLAINED_BY_STANDSTILL and self.ran_for(now_s) < within_s:
                 return True
             troubles = (self.trouble_of(node), self.wire_trouble)
             return not all(trouble.quiet(now_s, within_s) for trouble in troubles)
@@ -339,62 +391,6 @@ class Oracle:
                 return self.lost_appends[record.session_id] > 0 or not self.wire_trouble.quiet(now_s, 60.0)
             case _:
                 return failure in FREE_FAILURES
-
-
-class _AttemptWatch:
-    """The runtime's AttemptTrace."""
-
-    def __init__(self, watch: _GenerationWatch, node: str, next_index: int) -> None:
-        self._watch = watch
-        self._node = node
-        self._next_index = next_index
-
-    def carrier(self) -> Mapping[str, str]:
-        return {}
-
-    def ended(self, failure: str | None, tokens: int) -> None:
-        watch = self._watch
-        watch.oracle.story.note(
-            "%s: attempt on %s ended (%s) with %d tokens", watch.record.generation_id, self._node,
-            failure or "no failure", tokens,
-        )  # fmt: skip
-        watch.oracle.attempt_over(watch.record, self._node, failure, self._next_index + tokens)
-
-
-class _GenerationWatch:
-    """The runtime's GenerationTrace."""
-
-    def __init__(self, oracle: Oracle, record: Record) -> None:
-        self.oracle = oracle
-        self.record = record
-
-    def placed(self, node: str, verdicts: Callable[[], Sequence[Verdict]]) -> None:
-        self.oracle.check_pace(self.record)
-        self.oracle.story.note("%s placed on %s", self.record.generation_id, node)
-
-    def attempt_started(self, node: str, epoch: int, number: int, next_index: int) -> AttemptTrace:
-        record = self.record
-        record.attempts += 1
-        if record.finished is not None:
-            self.oracle.violation(f"{record.generation_id} is tried on {node} after its end")
-        self.oracle.story.note(
-            "%s: attempt %d on %s, epoch %d, from index %d", record.generation_id, number, node,
-            epoch & 0xFFFFFFFF, next_index,
-        )  # fmt: skip
-        return _AttemptWatch(self, node, next_index)
-
-    def first_token(self) -> None:
-        return
-
-    def moved(self, event: Moved) -> None:
-        self.oracle.moves += 1
-        self.oracle.story.note(
-            "%s moved from %s to %s: %s", self.record.generation_id, event.from_node, event.to_node,
-            event.cause.value,
-        )  # fmt: skip
-
-    def finished(self, event: Finished) -> None:
-        self.oracle.ended(self.record, event)
 
 
 def _difference(got: tuple[int, ...], right: tuple[int, ...]) -> str:

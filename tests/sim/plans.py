@@ -18,6 +18,7 @@ from fleet_service.domain.specs import (
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.settings import HeadSettings
 from node_stub.reference import StubModel, effective_seed
+from tests.sim.heads import Heads
 from tests.sim.oracle import Oracle
 from tests.sim.records import Plan
 from tests.sim.reference import expected_output
@@ -26,11 +27,15 @@ from tests.sim.reference import expected_output
 class Surroundings(Protocol):
     """What a caller needs of the world."""
 
-    head: Head
+    heads: Heads
     oracle: Oracle
     settings: HeadSettings
     models: tuple[StubModel, ...]
     zones: tuple[str, ...]
+
+    @property
+    def head(self) -> Head:
+        """The head that lives."""
 
     def windows(self, model: StubModel) -> frozenset[int]:
         """Of the nodes that serve it, in tokens."""

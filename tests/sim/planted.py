@@ -20,21 +20,13 @@ from fleet_service.runtime.driver import Driver
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.keeper import NodeKeeper
 from fleet_service.runtime.ledger import RequestLedger
-from fleet_service.runtime.node import Node, Reservation
+from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import NodeLink, RunHandle
+from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Binding
 from fleet_service.runtime.tokenlog import Cursor, TokenLog
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `owner.name` be `value` for a while."""
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+from tests.sim.planted_fleet import PLANTED_IN_FLEET
+from tests.sim.planting import replaced
 
 
 @contextmanager
@@ -328,4 +320,5 @@ PLANTED: tuple[Callable[[], Any], ...] = (
     a_request_id_is_forgotten,
     waiting_attempts_stay_on_a_dead_node,
     a_broken_link_is_noticed_by_silence_only,
+    *PLANTED_IN_FLEET,
 )

@@ -9,6 +9,7 @@ from fleet_service.domain.commands import (
     Append,
     Assign,
     CancelRun,
+    HeldSession,
     Introduction,
     Refusal,
     RefusalCode,
@@ -19,8 +20,9 @@ from fleet_service.domain.commands import (
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, Report
 from node_stub import rules
 from tests.sim.convert import head_refusal, node_append, node_assign, node_generate, without_append
-from tests.sim.engine import Engine, EngineRun
-from tests.sim.network import Command, RunPort, Step
+from tests.sim.engine import Engine
+from tests.sim.engine_run import EngineRun
+from tests.sim.network import Command, RunKey, RunPort, Step
 from tests.sim.nodes import RunFault, SimMachine
 
 
@@ -70,11 +72,14 @@ class SimProcess:
         """Neither dead nor stopped."""
         return self.machine.process is self and not self.machine.frozen
 
-    def runs(self) -> list[str]:
-        return self.engine.generation_ids()
+    def runs(self) -> list[RunKey]:
+        return self.engine.keys()
+
+    def could_take_up(self, generation_id: str, epoch: int, index: int) -> bool:
+        return self.engine.could_take_up(generation_id, epoch, index)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._loop.call_later(delay_s, self.machine.when_running, self, action)
+        self._loop.call_later(delay_s, self.machine.when_running, self, action, context=self._loop.node_side)
 
     # Answers to the head
 
@@ -135,8 +140,9 @@ class SimProcess:
 
     def renew(self, introduction: Introduction, lease_s: float, term: int) -> bool:
         owner = rules.Owner(introduction.fleet_id, introduction.head_id, term)
+        self.judge_leases()
         renewed = self.rules.renew_lease(owner, int(lease_s * 1000), self.now_ms)
-        self.apply_effects()
+        self.apply_effects(ended=lease_s == 0)
         return renewed
 
     def start_run(self, introduction: Introduction, command: Run, port: RunPort) -> None:
@@ -145,9 +151,12 @@ class SimProcess:
             overseer.violation(
                 f"{command.generation_id} rides with its binding to a node that cannot take it"
             )
+        if self.machine.profile.resumes and self._take_up(introduction, command, port):
+            return
+        key = (command.session_id, command.epoch, command.generation_id)
         fault = self.engine.take_fault(command.max_new_tokens)
         if fault is not None and fault.fault is RunFault.BUSY:
-            overseer.struck(self.machine, fault.fault.value, command.generation_id)
+            overseer.struck(self.machine, fault.fault.value, key)
             port.send(Step(command.epoch, command.first_index, refusal=Refusal(RefusalCode.BUSY)))
             return
         answer = self._generate(node_generate(command, introduction))
@@ -159,29 +168,83 @@ class SimProcess:
             return
         overseer.run_admitted(self, command, answer)
         model = self._stub_models[answer.model.name]
-        self.engine.take(EngineRun(answer, model, port, self.now_ms, fault))
+        profile = self.machine.profile
+        run = EngineRun(
+            answer,
+            model,
+            port,
+            self.now_ms,
+            fault,
+            resumes=profile.resumes,
+            buffer_tokens=profile.buffer_tokens,
+        )
+        self.engine.take(run)
+
+    def _take_up(self, introduction: Introduction, command: Run, port: RunPort) -> bool:
+        """Go on with a run that is there already; False when there is none."""
+        key = (command.session_id, command.epoch, command.generation_id)
+        if not self.engine.keeps(key):
+            return False
+        refusal = self.rules.resume(node_generate(command, introduction), self.now_ms)
+        self.apply_effects()
+        if refusal is None and not self.engine.could_take_up(
+            command.generation_id, command.epoch, command.first_index
+        ):
+            refusal = rules.Refusal(rules.Code.REPLAYED, detail="no longer kept")
+        if refusal is not None:
+            port.send(Step(command.epoch, command.first_index, refusal=head_refusal(refusal)))
+        else:
+            self.machine.overseer.run_taken_up(self, command)
+            self.engine.take_up(key, command.first_index, port)
+        return True
 
     def stream_gone(self, port: RunPort) -> None:
-        """The head hung up, or the connection ended: the run is cancelled."""
+        """The connection ended, or on a plain link the head hung up."""
         self.engine.hang_up(port)
+
+    def run_cancelled(self, run: RunKey, port: RunPort) -> None:
+        outcome = self.rules.cancel(*run, self.now_ms)
+        self.apply_effects()
+        if outcome.refusal is None:
+            self.engine.stop(run)
+
+    def acknowledged(self, run: RunKey, index: int) -> None:
+        if not self.engine.acknowledge(run, index):
+            self.machine.overseer.violation(f"tokens of {run[2]} before {index} are acknowledged, not sent")
+
+    def held(self, introduction: Introduction) -> list[HeldSession]:
+        self.judge_leases()
+        kept: dict[tuple[str, int], list[str]] = {}
+        for session_id, epoch, generation_id in self.engine.keys(kept=True):
+            kept.setdefault((session_id, epoch), []).append(generation_id)
+        return [
+            HeldSession(
+                each.session_id,
+                each.epoch,
+                each.owner.head_id,
+                each.context_length,
+                each.fenced,
+                tuple(kept.get((each.session_id, each.epoch), ())),
+            )
+            for each in self.rules.holdings()
+            if each.owner.fleet_id == introduction.fleet_id
+        ]
 
     # Rules
 
     def _append(self, command: Append, now_ms: int) -> rules.Refusal | None:
         if self.machine.lose_appends > 0:
             self.machine.lose_appends -= 1
-            self.machine.overseer.struck(
-                self.machine, "an append is answered but not done", command.session_id
-            )
+            key = (command.session_id, command.epoch, "")
+            self.machine.overseer.struck(self.machine, "an append is answered but not done", key)
             return None
         return self.rules.append(node_append(command), now_ms)
 
     def _generate(self, command: rules.Generate) -> rules.Admission | rules.Refusal:
         if command.append is not None and self.machine.lose_appends > 0:
             self.machine.lose_appends -= 1
-            self.machine.overseer.struck(
-                self.machine, "an append that rides along is not done", command.session_id
-            )
+            key = (command.session_id, command.epoch, "")
+            self.machine.overseer.struck(self.machine, "an append that rides along is not done", key)
             command = without_append(command)
         return self.rules.generate(command, self.now_ms)
 
@@ -189,10 +252,12 @@ class SimProcess:
         self.rules.expire(self.now_ms)
         self.apply_effects()
 
-    def apply_effects(self) -> None:
-        """Stop what the rules stopped."""
+    def apply_effects(self, *, ended: bool = False) -> None:
+        """Stop what the rules stopped. `ended`: by the head's own word, where a lease is over."""
         for effect in self.rules.take_effects():
             if isinstance(effect, rules.Stopped):
                 self.engine.stop(
                     (effect.session_id, effect.epoch, effect.generation_id), refusal=effect.refusal
                 )
+            else:
+                self.machine.overseer.met("a lease is ended" if ended else "a lease ran out")

@@ -59,6 +59,7 @@ class Record:
     placed_s: float = -1.0
     placed_at_once: int = 0
     failures: list[tuple[str, str, int]] = field(default_factory=list)  # node, class, tokens had by then
+    epochs: set[int] = field(default_factory=set)  # that runs of it were asked for under
     admitted: list[tuple[str, int]] = field(default_factory=list)  # node, first index
     kills: list[tuple[int, int]] = field(default_factory=list)  # first index of the run, index it died at
     engine_failures: int = 0

@@ -44,7 +44,13 @@ class _Overseer:
     def run_admitted(self, process: object, run: Run, admission: rules.Admission) -> None:
         return
 
-    def struck(self, machine: SimMachine, fault: str, generation_id: str) -> None:
+    def run_taken_up(self, process: object, run: Run) -> None:
+        return
+
+    def struck(self, machine: SimMachine, fault: str, run: object = None) -> None:
+        return
+
+    def met(self, what: str) -> None:
         return
 
     def lasts(self, node: str, change: int) -> None:
@@ -53,10 +59,10 @@ class _Overseer:
     def violation(self, text: str) -> None:
         raise AssertionError(text)
 
-    def engine_fails_at(self, generation_id: str) -> int | None:
+    def engine_fails_at(self, run: object) -> int | None:
         return None
 
-    def kills_at(self, generation_id: str) -> int | None:
+    def kills_at(self, run: object) -> int | None:
         return None
 
 
@@ -78,6 +84,9 @@ class _Ears:
 
     def on_report(self, report: Report, models: tuple[ModelInfo, ...]) -> None:
         self.reports += 1
+
+    def on_leaving(self) -> None:
+        return
 
     def on_lost(self, error: LinkError) -> None:
         self.lost = error
@@ -105,7 +114,7 @@ class _Ears:
 class _Bench:
     """One node and a way to it."""
 
-    def __init__(self, loop: SimLoop) -> None:
+    def __init__(self, loop: SimLoop, features: frozenset[Feature]) -> None:
         self.network = SimNetwork(loop, random.Random(1), lambda _text: None)
         profile = NodeProfile(
             name="node",
@@ -116,7 +125,7 @@ class _Bench:
             tokens_per_step=1,
             prefill_tokens_per_s=100.0,
             limits=rules.Limits(),
-            features=frozenset({Feature.INLINE_BIND}),
+            features=frozenset({Feature.INLINE_BIND}) | features,
         )
         self.machine = SimMachine(profile, self.network, random.Random(2), _Overseer(), SimProcess)
         self.ears = _Ears()
@@ -150,11 +159,11 @@ def _run(prefix: Sequence[int] = (), count: int = 10) -> Run:
     )
 
 
-def _simulate(work: Callable[[_Bench], Coroutine[None, None, None]]) -> None:
+def _simulate(work: Callable[[_Bench], Coroutine[None, None, None]], *features: Feature) -> None:
     loop = SimLoop(1)
 
     async def main() -> None:
-        await work(_Bench(loop))
+        await work(_Bench(loop, frozenset(features)))
 
     loop.drive(main())
     assert loop.unhandled == []
@@ -276,6 +285,63 @@ def test_a_link_that_drops_cancels_its_runs_at_the_node() -> None:
     _simulate(work)
 
 
+def test_a_run_that_was_kept_over_a_blip_goes_on_at_the_index_asked_for() -> None:
+    async def work(bench: _Bench) -> None:
+        link = await bench.connect()
+        await bench.bind(link)
+        link.run(_run(count=40), bench.ears)
+        await asyncio.sleep(1.0)
+        bench.machine.cut(0.3)
+        with pytest.raises(LinkLostError):
+            await bench.connect()
+        await asyncio.sleep(0.4)
+        had, bench.ears = bench.ears.tokens, _Ears()
+        assert bench.machine.process is not None
+        assert [key[2] for key in bench.machine.process.runs()] == ["g"]
+        (await bench.connect()).run(_run(list(had.values()), 40 - len(had)), bench.ears)
+        await bench.ears.over.wait()
+        assert 0 < len(had) < 40
+        assert had | bench.ears.tokens == _right(40)
+        assert min(bench.ears.tokens) == len(had)
+
+    _simulate(work, Feature.RESUME)
+
+
+def test_a_kept_run_is_given_up_when_nobody_comes_back_in_time() -> None:
+    async def work(bench: _Bench) -> None:
+        link = await bench.connect()
+        await bench.bind(link)
+        link.run(_run(count=500), bench.ears)
+        await asyncio.sleep(1.0)
+        bench.machine.cut(0.1)
+        await asyncio.sleep(9.5)
+        process = bench.machine.process
+        assert process is not None
+        assert len(process.runs()) == 1
+        await asyncio.sleep(3.0)
+        assert process.runs() == []
+        had, bench.ears = bench.ears.tokens, _Ears()
+        (await bench.connect()).run(_run(list(had.values())), bench.ears)
+        await bench.ears.over.wait()
+        assert bench.ears.refusal is not None
+        assert bench.ears.refusal.code is RefusalCode.REPLAYED
+
+    _simulate(work, Feature.RESUME)
+
+
+def test_a_node_lists_what_it_holds() -> None:
+    async def work(bench: _Bench) -> None:
+        link = await bench.connect()
+        await bench.bind(link)
+        link.run(_run(count=500), bench.ears)
+        await asyncio.sleep(1.0)
+        (held,) = await link.reconcile()
+        assert (held.session_id, held.epoch, held.head_id) == ("s", _EPOCH, _HEAD.head_id)
+        assert (held.context_length, held.generation_ids) == (len(_PROMPT), ("g",))
+
+    _simulate(work, Feature.RECONCILE)
+
+
 def test_a_lost_command_times_out_whether_or_not_it_was_executed() -> None:
     async def work(bench: _Bench) -> None:
         link = await bench.connect()
@@ -320,6 +386,7 @@ def test_a_node_that_refuses_says_why() -> None:
         (RunFault.DIE, lambda ears: ears.broken is not None and sorted(ears.tokens) == [0, 1, 2]),
         (RunFault.DIE_BEFORE_FINISH, lambda ears: ears.broken is not None and ears.tokens == _right(10)),
         (RunFault.DROP_LINK, lambda ears: ears.broken is not None),
+        (RunFault.BLIP, lambda ears: ears.broken is not None),
     ],
 )
 def test_an_armed_fault_strikes_its_run(fault: RunFault, sign: Callable[[_Ears], bool]) -> None:

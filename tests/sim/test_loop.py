@@ -128,6 +128,30 @@ def test_a_program_that_only_ticks_meets_the_time_limit() -> None:
         SimLoop(1, max_time_s=60.0).drive(main())
 
 
+def test_while_the_head_is_stopped_only_the_nodes_side_goes_on() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+
+        def tick(side: str, left: int) -> None:
+            seen.append((side, loop.time()))
+            if left:
+                loop.call_later(1.0, tick, side, left - 1)
+
+        loop.call_later(1.0, tick, "node", 5, context=loop.node_side)
+        loop.call_later(1.0, tick, "head", 1)
+        loop.stop_head(4.5)
+        await asyncio.sleep(0.5)
+        seen.append(("main", loop.time()))
+        await asyncio.sleep(10.0)
+
+    SimLoop(1).drive(main())
+    assert [at_s for side, at_s in seen if side == "node"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert sorted(at_s for side, at_s in seen if side != "node") == [4.5, 4.5, 5.5]
+
+
 def test_an_exception_that_nobody_caught_is_kept() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

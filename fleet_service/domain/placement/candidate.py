@@ -25,6 +25,10 @@ class Candidate(Protocol):
     def cordoned(self) -> bool: ...
 
     @property
+    def unlisted(self) -> bool:
+        """The name it was found by lists it no more."""
+
+    @property
     def labels(self) -> Mapping[str, str]: ...
 
     @property

@@ -22,6 +22,7 @@ class LeftOut(StrEnum):
     SUSPECT = "suspect"
     CONNECTING = "connecting"
     CORDONED = "cordoned"
+    UNLISTED = "unlisted"
     TRIED = "tried"
     BUSY = "busy"
     QUEUE_FULL = "queue_full"
@@ -65,6 +66,8 @@ def _not_now(candidate: Candidate, demand: Demand, now_s: float, queue_limit: in
         return _BY_STATE[candidate.state]
     if candidate.cordoned:
         return LeftOut.CORDONED
+    if candidate.unlisted:
+        return LeftOut.UNLISTED
     if candidate.name in demand.avoid:
         return LeftOut.TRIED
     if candidate.busy_until_s > now_s:

@@ -1,0 +1,1 @@
+"""Checks whether a node keeps the node rules (docs/node-contract.md), by speaking NodeService with it."""

@@ -1,0 +1,145 @@
+"""`fleet nodes --watch`: live in a terminal, a line per change for a pipe, an object each for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import sys
+from contextlib import suppress
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from google.rpc import code_pb2
+
+from fleet.v1 import admin_service_pb2 as admin
+from fleet.v1.fleet_service_pb2 import MOVE_CAUSE_LINK_LOST, Finished, Moved
+from fleet.v1.types_pb2 import FINISH_REASON_LENGTH, CapacityReport
+from tests.cli.conftest import Fleet, start_fleet
+from tests.cli.scripted_head import Hang, Refuse, ScriptedHead
+
+AT = Timestamp(seconds=1_750_000_000)
+
+
+def node(name: str, **fields: object) -> admin.Node:
+    defaults: dict[str, object] = {"state": admin.NODE_STATE_UP, "lanes": 8, "running": 2, "sessions": 3}
+    return admin.Node(name=name, address=f"{name}:8454", **(defaults | fields))  # type: ignore[arg-type]
+
+
+SNAPSHOT = admin.WatchFleetResponse(
+    snapshot=True,
+    nodes=[
+        node("node-a", report=CapacityReport(kv_blocks_used=95, kv_blocks_total=100), report_age_ms=300),
+        node("node-b", state=admin.NODE_STATE_DOWN, state_detail="connection refused"),
+    ],
+    summary=admin.FleetSummary(sessions_generating=2, sessions_bound=1, generations=2, books_balance=True),
+)
+EVENTS = [
+    admin.FleetEvent(time=AT, generation_id="g1", placed=admin.GenerationPlaced(node="node-a")),
+    admin.FleetEvent(
+        time=AT,
+        generation_id="g1",
+        moved=Moved(
+            from_node="node-a", to_node="node-c", cause=MOVE_CAUSE_LINK_LOST, next_index=17, gap_ms=120
+        ),
+    ),
+    admin.FleetEvent(
+        time=AT,
+        generation_id="g1",
+        ended=admin.GenerationEnded(
+            node="node-c", finished=Finished(reason=FINISH_REASON_LENGTH, output_tokens=40)
+        ),
+    ),
+]
+CHANGES = [
+    SNAPSHOT,
+    # Only older: nothing to tell of.
+    admin.WatchFleetResponse(nodes=[node("node-a", report_age_ms=800)]),
+    admin.WatchFleetResponse(nodes=[node("node-a", running=8, queued=2, sessions=10)]),
+    admin.WatchFleetResponse(removed_nodes=["node-b"], events=EVENTS, skipped_events=5),
+]
+
+
+async def test_a_pipe_gets_a_line_per_change(head: ScriptedHead, fleet: Fleet) -> None:
+    head.told["WatchFleet"] = CHANGES
+    ended = await fleet("nodes", "--watch")
+    assert ended.code == 0
+    assert "the head has ended" in ended.err
+    assert [line.split(" ", 1)[1] for line in ended.out.splitlines()] == [
+        "node-a: up, 2/8 lanes, 3 sessions",
+        "node-b: down, 2/8 lanes, 3 sessions (connection refused)",
+        "node-a: up, 8/8 lanes, 2 queued, 10 sessions",
+        "node-b: gone",
+        "5 events skipped",
+        "g1: placed on node-a",
+        "g1: node-a -> node-c at index 17 (LINK_LOST), gap 120 ms",
+        "g1: LENGTH after 40 tokens on node-c",
+    ]
+
+
+async def test_programs_get_an_object_per_message(head: ScriptedHead, fleet: Fleet) -> None:
+    head.told["WatchFleet"] = CHANGES
+    ended = await fleet("nodes", "--watch", "--json")
+    first, *_, last = map(json.loads, ended.out.splitlines())
+    assert first["snapshot"]
+    assert [each["name"] for each in first["nodes"]] == ["node-a", "node-b"]
+    assert first["summary"]["sessions_generating"] == 2
+    assert (last["removed_nodes"], last["skipped_events"]) == (["node-b"], 5)
+    assert last["events"][1]["moved"]["cause"] == "LINK_LOST"
+    assert "summary" not in last
+
+
+async def test_what_a_pipe_gets_comes_at_once_and_ctrl_c_ends_it_well(head: ScriptedHead) -> None:
+    head.told["WatchFleet"] = [SNAPSHOT, Hang()]
+    process = await start_fleet(head, "nodes", "--watch")
+    assert process.stdout is not None
+    assert b"node-a: up" in await process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+
+
+async def test_a_terminal_shows_the_fleet_until_ctrl_c(head: ScriptedHead) -> None:
+    head.told["WatchFleet"] = [*CHANGES[:1], CHANGES[3], Hang()]
+    ours, theirs = pty.openpty()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEET_")}
+    environ |= {"FLEET_ADMIN_ADDRESS": head.admin_address, "COLUMNS": "110", "LINES": "40", "TERM": "xterm"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fleet_service", "nodes", "--watch"),
+        stdout=theirs,
+        stderr=theirs,
+        env=environ,
+    )
+    os.close(theirs)
+    text = b""
+    async with asyncio.timeout(30):
+        while b"LINK_LOST" not in text:
+            text += await asyncio.to_thread(os.read, ours, 65_536)
+    process.send_signal(signal.SIGINT)
+    with suppress(OSError):  # what Linux says once the other side is closed
+        while part := await asyncio.to_thread(os.read, ours, 65_536):
+            text += part
+    os.close(ours)
+    assert await process.wait() == 0
+    shown = text.decode()
+    for word in ("NODE", "node-a", "2/8", "95/100", "█", "3 sessions (2 generating, 1 bound)"):
+        assert word in shown
+    for word in ("node-a -> node-c at index 17", "5 events skipped", "Ctrl-C ends"):
+        assert word in shown
+    assert "\x1b[?25h" in shown, "the cursor is shown again"
+    assert "Traceback" not in shown
+
+
+async def test_a_refusal_says_what_to_do_and_a_lost_head_is_told_of(head: ScriptedHead, fleet: Fleet) -> None:
+    head.told["WatchFleet"] = [
+        SNAPSHOT,
+        Refuse(code_pb2.RESOURCE_EXHAUSTED, "64 streams watch the fleet; end one", reason="LIMIT_EXCEEDED"),
+    ]
+    ended = await fleet("nodes", "--watch")
+    assert ended.code == 1
+    assert "[LIMIT_EXCEEDED]" in ended.err
+    head.told["WatchFleet"] = [SNAPSHOT, Refuse(code_pb2.UNAVAILABLE, "Socket closed")]
+    ended = await fleet("nodes", "--watch", "--json")
+    assert ended.code == 1
+    assert json.loads(ended.err)["error"]["reason"] == "UNREACHABLE"
