@@ -1,0 +1,175 @@
+"""What is to outlive the head, written down in the order it happened, many changes at a time.
+
+Whatever is ready when the store has done with one batch makes up the next, so that a commit costs the same
+for one stream as for hundreds. Under STRICT, what is written is seen only then: readers' tokens, answers to
+requests. Under RELAXED it is seen at once and written within RELAXED_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+import structlog
+
+from fleet_service.runtime.records import Record, TokensDelivered
+from fleet_service.runtime.store import SessionStore, StoreError
+
+log = structlog.get_logger(__name__)
+
+RELAXED_S = 0.05
+"""How long a change may wait for others under RELAXED."""
+RETRY_MIN_S = 0.05
+RETRY_MAX_S = 1.0
+
+
+class Durability(StrEnum):
+    """MEMORY: nothing outlives the process. STRICT: nothing is seen that may be lost. RELAXED: see above."""
+
+    MEMORY = "memory"
+    RELAXED = "relaxed"
+    STRICT = "strict"
+
+
+class WrittenLog(Protocol):
+    """A generation's tokens as the journal sees them (tokenlog.TokenLog)."""
+
+    generation_id: str
+    written: int
+    """Tokens handed to the store."""
+
+    @property
+    def received(self) -> int: ...
+
+    def slice(self, start: int, stop: int | None = None) -> array[int]: ...
+
+    def show(self, visible: int) -> None:
+        """Let readers see so many tokens."""
+
+
+class Journal:
+    """A head's. `broken` is called once, when the store fails for good."""
+
+    def __init__(
+        self, store: SessionStore, durability: Durability, *, broken: Callable[[StoreError], None]
+    ) -> None:
+        self._store = store
+        self._strict = durability is Durability.STRICT
+        self._broken = broken
+        self._records: list[Record] = []
+        self._logs: dict[str, WrittenLog] = {}
+        self._then: list[Callable[[], None]] = []
+        self._news = asyncio.Event()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self.trouble: StoreError | None = None
+        """Why the store takes nothing now; new work is not to be begun then."""
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="journal")
+
+    # What happens
+
+    def put(self, *records: Record) -> None:
+        """Write these, in this order, all of one batch."""
+        self._records += records
+        self._news.set()
+
+    def has_tokens(self, tokens: WrittenLog) -> None:
+        """Write what is new of a log, with everything else that is ready then."""
+        self._logs[tokens.generation_id] = tokens
+        if not self._strict:
+            tokens.show(tokens.received)
+        self._news.set()
+
+    def end(self, tokens: WrittenLog, *records: Record) -> None:
+        """Write the rest of a log, and then these, all of one batch."""
+        self._take_rest(tokens)
+        self._logs.pop(tokens.generation_id, None)
+        self.then(lambda: tokens.show(tokens.received))
+        self.put(*records)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do this once all that was put so far may be seen."""
+        if self._strict:
+            self._then.append(action)
+            self._news.set()
+        else:
+            action()
+
+    async def settled(self) -> None:
+        """Return once all that was put so far may be seen."""
+        if not self._strict:
+            return
+        seen = asyncio.Event()
+        self.then(seen.set)
+        await seen.wait()
+
+    async def stop(self) -> None:
+        """Write what is left, as far as the store takes it, and end."""
+        self._stopping = True
+        self._news.set()
+        if self._task is not None:
+            await self._task
+
+    # The writer
+
+    async def _run(self) -> None:
+        while True:
+            await self._news.wait()
+            if not self._strict and not self._stopping:
+                await asyncio.sleep(RELAXED_S)
+            self._news.clear()
+            if not await self._write_what_is_ready() or self._stopping:
+                return
+
+    async def _write_what_is_ready(self) -> bool:
+        """Whether the store goes on."""
+        shown = [(tokens, self._take_rest(tokens)) for tokens in self._logs.values()]
+        self._logs = {}
+        batch, self._records = self._records, []
+        then, self._then = self._then, []
+        if batch and not await self._keep(batch):
+            return False
+        if self._strict:
+            for tokens, visible in shown:
+                tokens.show(visible)
+        for action in then:
+            action()
+        return True
+
+    def _take_rest(self, tokens: WrittenLog) -> int:
+        """What is new of a log becomes a record; how much there is then."""
+        received = tokens.received
+        if received > tokens.written:
+            ids = tokens.slice(tokens.written, received)
+            self._records.append(TokensDelivered(tokens.generation_id, tokens.written, ids))
+            tokens.written = received
+        return received
+
+    async def _keep(self, batch: list[Record]) -> bool:
+        """Write until it is written; False when it never will be."""
+        wait_s = RETRY_MIN_S
+        while True:
+            try:
+                await self._store.write(batch, sync=self._strict)
+            except StoreError as error:
+                if self.trouble is None:
+                    log.error("store_failed", error=str(error), trouble=error.trouble.value)
+                self.trouble = error
+                if not error.may_pass:
+                    self._broken(error)
+                    return False
+                if self._stopping:
+                    log.error("store_kept_not_all", changes=len(batch))
+                    return False
+                await asyncio.sleep(wait_s)
+                wait_s = min(RETRY_MAX_S, 2 * wait_s)
+            else:
+                if self.trouble is not None:
+                    log.info("store_works_again")
+                self.trouble = None
+                return True

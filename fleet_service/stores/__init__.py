@@ -1,0 +1,1 @@
+"""Stores: what implements runtime.store.SessionStore."""
