@@ -16,6 +16,9 @@ TYPED   := $(wildcard fleet_service node_stub proto/build_hook.py tests examples
 JOINED  := $(addprefix tests/e2e/test_,one_node.py node_death.py delivered_end.py cancel.py disconnect.py \
              deadline.py frozen_node.py going_on.py)
 
+# The tests of what documents name.
+NAMES   := $(addprefix tests/docs/test_,parity.py links.py names.py)
+
 INSTALLED := $(VENV)/.installed
 GENERATED := $(VENV)/.generated
 LLAMA     := $(VENV)/.llama
@@ -26,7 +29,7 @@ JAEGER    := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fleet-head/jaeger-v1.76.0/ja
 export GRPC_VERBOSITY ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-llm jaeger jaeger-program test test-slow test-clients test-all lint format type proto venv clean
+.PHONY: help demo demo-llm jaeger jaeger-program test test-slow test-clients test-all lint format type breaking image proto venv clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -62,7 +65,8 @@ lint: $(GENERATED) ## Check style, formatting, layers, the contract and what the
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
-	$(BIN)/python -m pytest -q tests/docs/test_parity.py
+	@BUF=$(BIN)/buf proto/breaking
+	$(BIN)/python -m pytest -q $(NAMES)
 
 format: $(GENERATED) ## Format the code and mend what can be mended
 	$(BIN)/ruff format .
@@ -70,6 +74,13 @@ format: $(GENERATED) ## Format the code and mend what can be mended
 
 type: $(GENERATED) ## Check types, strictly
 	$(BIN)/mypy $(TYPED)
+
+breaking: $(INSTALLED) ## Check the contract against the newest release (part of `make lint`)
+	@BUF=$(BIN)/buf proto/breaking
+
+image: $(INSTALLED) ## Build build/fleet.binpb, the contract as one file for gRPC tools
+	@mkdir -p build
+	$(BIN)/buf build -o build/fleet.binpb
 
 proto: $(INSTALLED) ## Build the `fleet` package from proto/
 	@$(BIN)/python proto/build_hook.py

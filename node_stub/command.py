@@ -53,7 +53,7 @@ Examples:
 
   fleet-node --model demo:4096 --lanes 4 --decode-rate 50 --fault after-tokens=5:die
 
-  fleet-node --model demo --identity b --join head.example:8455
+  fleet-node --model demo --identity b --join head.example:8457
 
   fleet-node --engine llama --model-file SmolLM2-135M-Instruct.Q4_1.gguf --model smollm2
 

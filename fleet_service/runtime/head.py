@@ -54,7 +54,7 @@ class Head:
         discovery: DiscoverySettings | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        observer = observer or NullObserver()
+        observer = NullObserver() if observer is None else observer
         ids = Ids(rng)
         self._settings = settings
         self._background: set[asyncio.Task[None]] = set()

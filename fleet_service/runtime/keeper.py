@@ -210,9 +210,11 @@ class NodeKeeper:
         """
         node, hello = self._node, link.hello
         await self._admit(node, hello)
-        # Removed and added again, or away for a lease: what it may still hold of this head is not known here.
+        # Removed and added again, back after another run of the node, or away for a lease: what it may still
+        # hold of this head is not known here.
         own_term = self._introduce().term
-        if node.hello is None and term_of(hello.highest_epoch) == own_term:
+        known = node.hello is not None and node.hello.incarnation == hello.incarnation
+        if not known and term_of(hello.highest_epoch) == own_term:
             await link.renew_lease(0.0, own_term)
         elif node.owes_lease_end:
             for term in list(node.leases):

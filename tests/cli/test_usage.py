@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -38,8 +39,9 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Run:
-    for name in ("FLEET_CONFIG", "FLEET_ADDRESS", "FLEET_ADMIN_ADDRESS", "FLEET_NODES", "FLEET_SIM_SEEDS"):
-        monkeypatch.delenv(name, raising=False)
+    # Those of the tests themselves name no setting, and the head would tell of them.
+    for name in [name for name in os.environ if name.startswith("FLEET_")]:
+        monkeypatch.delenv(name)
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     return lambda *args: runner.invoke(app, list(args))
 

@@ -132,6 +132,7 @@ def test_every_rule_is_broken_by_some_node() -> None:
     assert shown == {rule.number for rule in all_rules()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,mistake", BY_RULES, ids=lambda each: getattr(each, "__name__", each))
 async def test_rules_with_a_mistake(number: str, mistake: type[NodeRules]) -> None:
     async with stub(mistake) as node:
@@ -140,6 +141,7 @@ async def test_rules_with_a_mistake(number: str, mistake: type[NodeRules]) -> No
     assert not verdict.holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,mistake", BY_SERVICER, ids=lambda each: getattr(each, "__name__", each))
 async def test_a_servicer_with_a_mistake(
     number: str, mistake: type[NodeServicer], monkeypatch: pytest.MonkeyPatch
@@ -150,6 +152,7 @@ async def test_a_servicer_with_a_mistake(
     assert list(broken(verdict)) == [number], verdict.results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,text", BY_FAULT)
 async def test_a_fault(number: str, text: str) -> None:
     async with stub(faults=[parse_fault(text)]) as node:
@@ -157,6 +160,7 @@ async def test_a_fault(number: str, text: str) -> None:
     assert list(broken(verdict)) == [number], verdict.results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,text", BY_LIE)
 async def test_a_report_that_lies(number: str, text: str) -> None:
     async with stub() as node:

@@ -145,6 +145,7 @@ async def test_where_no_node_is_nothing_holds() -> None:
     assert "connection refused" in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault,seen",
     [

@@ -41,7 +41,7 @@ BARE = {"link": False, "inline_bind": False, "resume": False, "reconcile": False
         pytest.param({"inline_bind": False}, INLINE_RULES, id="no-inline", marks=SLOW),
         pytest.param({"resume": False}, {"N62"}, id="no-resume", marks=SLOW),
         pytest.param({"reconcile": False}, RECONCILE_RULES, id="no-reconcile", marks=SLOW),
-        pytest.param(BARE, LINK_RULES | INLINE_RULES | RECONCILE_RULES, id="minimal"),
+        pytest.param(BARE, LINK_RULES | INLINE_RULES | RECONCILE_RULES, id="minimal", marks=SLOW),
     ],
 )
 async def test_every_rule_holds(settings: dict[str, Any], skips: set[str]) -> None:
@@ -57,6 +57,7 @@ async def test_every_rule_holds(settings: dict[str, Any], skips: set[str]) -> No
     assert not [each for each in held if not each.fenced]
 
 
+@SLOW
 async def test_every_rule_holds_with_a_token_over_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, own = authority.issue("node"), authority.issue("head")

@@ -165,6 +165,8 @@ def test_the_ports_are_the_usual_ones_everywhere() -> None:
     told["node"] = addresses.split_address(flag(command_line(NODE), "--listen"))[1]
     assert told == PORTS
     assert container_ports(HEAD) | container_ports(NODE) == PORTS
+    # Within the pod, so no port of the container's.
+    assert listen.page == f"127.0.0.1:{addresses.PAGE_PORT}"
     annotations = HEAD["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(addresses.METRICS_PORT)
 

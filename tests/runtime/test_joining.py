@@ -125,3 +125,27 @@ def test_a_node_that_was_away_when_the_term_was_raised_may_dial_in_again() -> No
         await head.stop(0)
 
     simulate(story)
+
+
+def test_a_run_that_is_back_after_another_of_its_node_has_its_lease_ended() -> None:
+    async def story() -> None:
+        head = await head_of({})
+        (await _dial_in(head, "run-1")).break_()
+        await asyncio.sleep(1.0)
+        (await _dial_in(head, "run-2")).break_()
+        await asyncio.sleep(1.0)
+        term = head.fleet.term
+        first = FakeNode(hello("a", highest_epoch=head.fleet.next_epoch()))
+        offer = FakeOffer(first, head)
+        await head.nodes.desk.offer(offer.hello, offer)
+        await _until_up(head, "run-1")
+        assert first.leases == [(0.0, term)], "what it holds of before is not known here any more"
+        offer.break_()
+        await asyncio.sleep(1.0)
+        again = FakeOffer(first, head)
+        await head.nodes.desk.offer(again.hello, again)
+        await _until_up(head, "run-1")
+        assert first.leases == [(0.0, term)], "what it was given since is"
+        await head.stop(0)
+
+    simulate(story)

@@ -69,6 +69,7 @@ class FaultPlan:
         self._clones = clones
         self._machines = machines
         self._oracle = oracle
+        self._all = only is None
         self.struck = 0
         count = random.Random(f"faults {seed}").randint(MIN_FAULTS + 4, MIN_FAULTS + 12)
         drawn = (
@@ -86,6 +87,17 @@ class FaultPlan:
             if fault.strike():
                 self.struck += 1
                 self._oracle.story.note("* FAULT %d: %s", fault.number, fault.text)
+        if self._all:
+            await self._strike_enough()
+
+    async def _strike_enough(self) -> None:
+        """Too many could not strike when their time came: links break instead."""
+        machines = [machine for machine in self._machines if machine is not None]
+        for number in range(MIN_FAULTS - self.struck):
+            await asyncio.sleep(0.5)
+            self._strikes.drop(machines[number % len(machines)])
+            self.struck += 1
+            self._oracle.story.note("* FAULT more: the link to node-%d breaks", number % len(machines))
 
     async def undo(self) -> None:
         """Make the fleet whole again."""
