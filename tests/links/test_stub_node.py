@@ -327,8 +327,8 @@ async def test_a_node_that_is_stopped_in_order_says_so_first(link: bool) -> None
     await node.start()
     made = await FleetDialer(LinkSettings()).connect(node.address, INTRODUCTION, listener)
     await made.ping()
-    assert not listener.leaving
+    before = listener.leaving
     await node.stop(5.0)
     await listener.lost.wait()
-    assert listener.leaving
+    assert (before, listener.leaving) == (False, True)
     await made.close()
