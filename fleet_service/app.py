@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,11 @@ from fleet_service.links.join import JoinDoor
 from fleet_service.links.resolver import SystemResolver
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
+from fleet_service.runtime.journal import Durability, StoreJournal
 from fleet_service.runtime.observer import FleetObserver, NullObserver
+from fleet_service.runtime.records import Saved
+from fleet_service.runtime.store import StoreError
+from fleet_service.stores.sqlite import SqliteStore
 from fleet_service.telemetry.combined import BothFleetObservers, BothRpcObservers
 from fleet_service.telemetry.logging import configure_logging
 from fleet_service.telemetry.metrics import Metrics
@@ -56,6 +60,9 @@ from fleet_service.web.calls import Calls
 from fleet_service.web.door import Door
 from fleet_service.web.page import Page, operators_page, sign_in_by
 from fleet_service.web.stories import Stories
+
+STORE_FILE = "head.db"
+"""Of the folder store.folder."""
 
 _HEALTH_PERIOD_S = 0.5
 # How long streams get to carry their last event out, once every generation has ended.
@@ -90,6 +97,8 @@ class StopRequest:
     """Asked once, the head ends in order; asked again, at once."""
 
     def __init__(self) -> None:
+        self.failed = ""
+        """Why the head cannot go on, when it is that."""
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
 
@@ -141,6 +150,7 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
     """
     links = link_settings(config)
     async with AsyncExitStack() as parts:
+        kept = await parts.enter_async_context(_kept(config, stop))
         metrics = _metrics(config)
         rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config, metrics))
         stories = Stories(config.listen.page_generations_kept, time.time) if config.listen.page else None
@@ -152,7 +162,11 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
             observer=BothFleetObservers(fleet_observer, stories) if stories else fleet_observer,
             resolver=SystemResolver(),
             discovery=config.links.discovery_settings(),
+            journal=kept.journal if kept else None,
+            saved=kept.saved if kept else None,
         )
+        if kept:
+            await kept.begin(head.fleet.term)
         # Closed last, so that a head that drains can be watched.
         metrics_at = await _serve_metrics(config, metrics, head, parts) if metrics else ""
         page_at = await _serve_page(config, stories, head, parts) if stories else ""
@@ -174,6 +188,50 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
             await stop.asked.wait()
             health.cancel()
             await _shut_down(head, listeners, config.shutdown_grace_s, stop)
+    if stop.failed:
+        raise StartError(stop.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What outlives the head."""
+
+    store: SqliteStore
+    journal: StoreJournal
+    saved: Saved
+
+    async def begin(self, term: int) -> None:
+        """Write from here on, as the run of that term. Raises StartError."""
+        try:
+            await self.store.take_term(term, self.saved.branch)
+        except StoreError as error:
+            raise StartError(str(error)) from error
+        self.journal.start()
+
+
+@asynccontextmanager
+async def _kept(config: FleetConfig, stop: StopRequest) -> AsyncIterator[_Kept | None]:
+    """The store, opened; closed when the head has ended. Raises StartError."""
+    if not config.store.folder:
+        yield None
+        return
+
+    def broken(error: StoreError) -> None:
+        stop.failed = f"the head ends, since it can keep nothing any more: {error}"
+        stop.ask()
+
+    store = SqliteStore(Path(config.store.folder) / STORE_FILE)
+    try:
+        saved = await store.open()
+    except StoreError as error:
+        raise StartError(str(error)) from error
+    journal = StoreJournal(store, Durability.STRICT, broken=broken)
+    try:
+        yield _Kept(store, journal, saved)
+    finally:
+        await journal.stop()
+        with suppress(StoreError):  # what could not be kept was told of
+            await store.close()
 
 
 def link_settings(config: FleetConfig) -> LinkSettings:

@@ -335,6 +335,13 @@ class NodeTlsConfig(_Section):
         return self
 
 
+class StoreConfig(_Section):
+    """What outlives the head."""
+
+    folder: str = ""
+    """Folder of the head's own, where sessions and answers under way are kept on disk; empty = nowhere"""
+
+
 class TelemetryConfig(_Section):
     """Traces by OTLP/gRPC."""
 
@@ -373,6 +380,8 @@ class FleetConfig(_Section):
     """How the head places, watches and limits"""
     links: LinksConfig = LinksConfig()
     """Connections to nodes"""
+    store: StoreConfig = StoreConfig()
+    """What outlives the head"""
     node_tls: NodeTlsConfig = NodeTlsConfig()
     """TLS of the connections to nodes"""
     join_tls: ServerTlsConfig = ServerTlsConfig()

@@ -86,6 +86,7 @@ _MOVE_CAUSES = {
     MoveCause.REBALANCED: fleet.MOVE_CAUSE_REBALANCED,
     MoveCause.NODE_REMOVED: fleet.MOVE_CAUSE_NODE_REMOVED,
     MoveCause.DRAIN: fleet.MOVE_CAUSE_DRAIN,
+    MoveCause.HEAD_RESTARTED: fleet.MOVE_CAUSE_HEAD_RESTARTED,
 }
 _OUTCOMES = {
     CancelOutcome.CANCELLED: fleet.CancelGenerationResponse.OUTCOME_CANCELLED,

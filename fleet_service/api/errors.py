@@ -192,6 +192,7 @@ RULES: Mapping[Reason, Rule] = MappingProxyType(
         Reason.INDEX_OUT_OF_RANGE: Rule(grpc.StatusCode.OUT_OF_RANGE, (_bad_request,)),
         Reason.REQUEST_ID_REUSED: Rule(grpc.StatusCode.ALREADY_EXISTS, (_resource_info,)),
         Reason.HEAD_DRAINING: Rule(grpc.StatusCode.UNAVAILABLE, retry_after_s=1.0),
+        Reason.STORE_UNAVAILABLE: Rule(grpc.StatusCode.UNAVAILABLE, retry_after_s=1.0),
         Reason.OWNER_CHANGED: Rule(grpc.StatusCode.ABORTED, (_resource_info,)),
         Reason.NODE_NOT_FOUND: Rule(grpc.StatusCode.NOT_FOUND, (_resource_info,)),
         Reason.NODE_ALREADY_EXISTS: Rule(grpc.StatusCode.ALREADY_EXISTS, (_resource_info,)),

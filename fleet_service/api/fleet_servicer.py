@@ -58,7 +58,8 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             session=convert.session_message(self._head.get_session(request.session_id, context.caller.name))
         )
         if request.include_token_ids:
-            await self._copy(self._head.context_of(request.session_id, context.caller.name), reply)
+            token_ids = await self._head.context_of(request.session_id, context.caller.name)
+            await self._copy(token_ids, reply)
         return reply
 
     async def _copy(self, token_ids: Sequence[int], reply: fleet.GetSessionResponse) -> None:

@@ -82,6 +82,15 @@ PageListen = Annotated[
         show_default="none",
     ),
 ]
+DataDir = Annotated[
+    str | None,
+    typer.Option(
+        "--data-dir",
+        metavar="FOLDER",
+        help="Keep sessions and answers under way there, over a restart of the head.",
+        show_default="none",
+    ),
+]
 TokenFile = Annotated[
     str | None,
     typer.Option(
@@ -150,6 +159,7 @@ def serve(  # noqa: PLR0913 - one argument per option
     join_listen: JoinListen = None,
     metrics_listen: MetricsListen = None,
     page_listen: PageListen = None,
+    data_dir: DataDir = None,
     token_file: TokenFile = None,
     insecure_no_auth: NoAuth = False,
     policy: Policy = None,
@@ -174,6 +184,7 @@ def serve(  # noqa: PLR0913 - one argument per option
             listen__join=("--join-listen", join_listen),
             listen__metrics=("--metrics-listen", metrics_listen),
             listen__page=("--page-listen", page_listen),
+            store__folder=("--data-dir", data_dir),
             token_file=("--token-file", token_file),
             insecure_no_auth=("--insecure-no-auth", insecure_no_auth or None),
             head__policy=("--policy", policy),

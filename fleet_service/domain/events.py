@@ -33,6 +33,7 @@ class MoveCause(Enum):
     REBALANCED = "REBALANCED"
     NODE_REMOVED = "NODE_REMOVED"
     DRAIN = "DRAIN"
+    HEAD_RESTARTED = "HEAD_RESTARTED"
 
 
 @dataclass(frozen=True, slots=True)

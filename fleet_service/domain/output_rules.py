@@ -51,6 +51,16 @@ class OutputRules:
         self._end: OutputEnd | None = None
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's EOS ids, as far as they are known."""
+        return self._eos
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of the output."""
+        return self._max_new_tokens
+
+    @property
     def knows_eos(self) -> bool:
         """The model's EOS ids are known, so that only such a token is EOS."""
         return bool(self._eos)

@@ -17,6 +17,7 @@ from fleet_service.domain.failures import Failure, FailureClass, failure_of_refu
 from fleet_service.domain.node_types import Feature
 from fleet_service.domain.placement import window_tokens
 from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import (
     LinkError,
@@ -51,6 +52,7 @@ class AttemptContext:
     settings: HeadSettings
     loop: asyncio.AbstractEventLoop
     own_term: Callable[[], int]
+    journal: Journal
     violated: Callable[[Node, str], None]
 
 

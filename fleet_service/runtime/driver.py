@@ -6,6 +6,7 @@ Design: Failures. The straight story of failover; the rules it follows are domai
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import structlog
@@ -23,23 +24,32 @@ from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.place import Place
 from fleet_service.runtime.protocols import NodeLink
+from fleet_service.runtime.records import AttemptStarted, SessionBound
 from fleet_service.runtime.reservation import Grant, Reservation
 
 log = structlog.get_logger(__name__)
 
+OLD_NODE_S = 3.0
+"""How long a generation of an earlier run of the head waits for the node that had it."""
+
 
 class Driver:
-    """One generation's way through the fleet. `reservation` is its first place, taken on acceptance."""
+    """One generation's way through the fleet. `reservation` is its first place, taken on acceptance.
+
+    None: an earlier run of the head had accepted it, and it `was_bound` to a node then.
+    """
 
     def __init__(
         self,
         generation: Generation,
-        reservation: Reservation,
+        reservation: Reservation | None,
         fleet: Fleet,
         context: AttemptContext,
+        was_bound: SessionBound | None = None,
     ) -> None:
         self._generation = generation
-        self._reservation = reservation
+        self._place = reservation
+        self._was_bound = was_bound
         self._fleet = fleet
         self._context = context
         self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
@@ -51,9 +61,12 @@ class Driver:
     async def run(self) -> None:
         """Until the generation is decided, by this driver or by whoever cancels it."""
         try:
-            while self._generation.finished is None:
-                failure = await self._one_attempt(self._reservation)
-                self._let_go(self._reservation)
+            if self._place is None:
+                await self._first_place_again()
+            while self._generation.finished is None and self._place is not None:
+                place = self._place
+                failure = await self._one_attempt(place)
+                self._let_go(place)
                 if self._generation.finished is None:
                     await self._after(failure)
         except Exception:
@@ -61,9 +74,31 @@ class Driver:
             fault = ErrorCause(Reason.INTERNAL, "a fault of the head ended the generation")
             self._generation.decide(FinishReason.ERROR, error=fault)
         finally:
-            self._reservation.release()
+            if self._place is not None:
+                self._place.release()
             if self._kept is not None:
                 self._kept.release()
+
+    async def _first_place_again(self) -> None:
+        """On the node that had it, if it comes back soon and still holds the session; else anywhere."""
+        generation, session = self._generation, self._generation.session
+        give_up_s = self._context.loop.time() + OLD_NODE_S
+        while session.was_bound is not None and (left_s := give_up_s - self._context.loop.time()) > 0:
+            node = self._fleet.named(session.was_bound.node)
+            if node is not None and node.usable:
+                break  # it is back, and holds the session no more
+            await asyncio.wait({self._fleet.changed()}, timeout=left_s)
+        session.was_bound = None
+        binding = session.binding
+        if binding is not None and binding.usable:
+            try:
+                self._place = self._fleet.reserve_on(binding.node, generation, replays=True)
+            except QueueFullError:
+                session.unbind()
+            else:
+                return
+        nothing = Failure(FailureClass.EVICTED, "")
+        await self._place_again(nothing, TryAgain(Where.ANYWHERE, frozenset(), frozenset(), 0))
 
     def _let_go(self, reservation: Reservation) -> None:
         """Give a place back; one that was kept elsewhere meanwhile is for the next attempt."""
@@ -91,6 +126,9 @@ class Driver:
             return Failure(FailureClass.DRAINED, node.name)
         session = self._generation.session
         binding = session.bind(node, self._fleet.next_epoch)
+        if not binding.sent:
+            bound = SessionBound(session.session_id, node.name, node.incarnation, binding.epoch)
+            self._context.journal.put(bound)
         self._generation.attempts += 1
         attempt = Attempt(self._context, self._generation, reservation, binding, link, self._announce)
         failure = await attempt.run()
@@ -113,20 +151,29 @@ class Driver:
         generation, last = self._generation, self._last
         self._last = attempt
         generation.node = attempt.node.name
-        if last is None:
-            generation.log.mark(Started(attempt.node.name, attempt.epoch))
-        elif (last.node.name, last.epoch) != (attempt.node.name, attempt.epoch):
+        was = (last.node.name, last.epoch) if last is not None else _last_told(generation.log.marks)
+        if was is None:
+            self._mark(Started(attempt.node.name, attempt.epoch))
+        elif was != (attempt.node.name, attempt.epoch):
+            # Of what an earlier run of the head began, the gap counts from when this one took it up.
+            seen_s = last.last_sign_s if last is not None else generation.accepted_s
             moved = Moved(
-                from_node=last.node.name,
+                from_node=was[0],
                 to_node=attempt.node.name,
-                cause=self._cause,
+                cause=self._cause if last is not None else MoveCause.HEAD_RESTARTED,
                 next_index=generation.log.received,
-                gap_s=self._context.loop.time() - last.last_sign_s,
+                gap_s=self._context.loop.time() - seen_s,
                 epoch=attempt.epoch,
             )
-            generation.log.mark(moved)
+            self._mark(moved)
             generation.trace.moved(moved)
             self._fleet.turns.moved(generation, moved)
+
+    def _mark(self, event: Started | Moved) -> None:
+        generation = self._generation
+        index = generation.log.received
+        generation.log.mark(event)
+        self._context.journal.put(AttemptStarted(generation.generation_id, index, event, generation.attempts))
 
     async def _after(self, failure: Failure) -> None:
         generation, node = self._generation, self._fleet.find(failure.node)
@@ -155,7 +202,7 @@ class Driver:
         same = next_step.where is Where.SAME_NODE or failure.kind is FailureClass.DRAINED
         if same and node is not None and node.usable:
             try:
-                self._reservation = self._fleet.reserve_on(node, generation, replays=True)
+                self._place = self._fleet.reserve_on(node, generation, replays=True)
             except QueueFullError:
                 pass  # then anywhere, as by placement
             else:
@@ -170,7 +217,7 @@ class Driver:
         if not kept.good or kept.node.name in step.never:
             kept.release()
             return False
-        self._reservation = kept.take()
+        self._place = kept.take()
         self._seen_alive = kept.seen_alive
         return True
 
@@ -189,7 +236,7 @@ class Driver:
         while True:
             changed = self._fleet.changed()
             try:
-                self._reservation = self._fleet.place_again(generation, self._demands(step))
+                self._place = self._fleet.place_again(generation, self._demands(step))
                 return
             except FleetError as error:
                 refusal = error
@@ -220,3 +267,11 @@ class Driver:
             avoid=step.never | step.prefer_not,
         )
         return [wanted, replace(wanted, avoid=step.never)] if step.prefer_not else [wanted]
+
+
+def _last_told(marks: Sequence[tuple[int, Started | Moved]]) -> tuple[str, int] | None:
+    """Node and epoch that readers were told of last; None = of none yet."""
+    if not marks:
+        return None
+    event = marks[-1][1]
+    return (event.node if isinstance(event, Started) else event.to_node), event.epoch

@@ -12,6 +12,7 @@ from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Accepted, ErrorCause, Finished, FinishReason, Timings
 from fleet_service.domain.output_rules import OutputEnd, OutputRules
 from fleet_service.domain.specs import GenerationSpec, OnDisconnect, Qos, Sampling
+from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.observer import GenerationTrace
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
@@ -27,7 +28,7 @@ class Generation:
     `on_decided` is called once, in the step that decides.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each by its name
         self,
         generation_id: str,
         session: Session,
@@ -38,7 +39,10 @@ class Generation:
         rules: OutputRules,
         trace: GenerationTrace,
         on_decided: Callable[[Generation], None],
+        journal: Journal | None = None,
+        wall_s: float | None = None,
     ) -> None:
+        """`wall_s`: what is left of its time, where an earlier run of the head began it."""
         self.generation_id = generation_id
         self.session = session
         self.session_id = session.session_id
@@ -46,11 +50,12 @@ class Generation:
         self.sampling = sampling
         self.rules = rules
         self.trace = trace
-        self.log = TokenLog(Accepted(generation_id, session.session_id))
+        self.log = TokenLog(Accepted(generation_id, session.session_id), journal)
         self.context_tokens = len(session.context)
         loop = asyncio.get_running_loop()
         self.accepted_s = loop.time()
-        wall_s = settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s
+        if wall_s is None:
+            wall_s = settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s
         self.deadline_s = self.accepted_s + wall_s
         self.attempts = 0
         self.node = ""  # that of the last attempt
@@ -62,6 +67,7 @@ class Generation:
         self._on_decided = on_decided
         self._readers: set[Reader] = set()
         self._queued_s = 0.0
+        self._left = False
         self._waits_from_s: float | None = None
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
@@ -69,6 +75,20 @@ class Generation:
         self._wall_timer = loop.call_at(self.deadline_s, self._out_of_time)
         self._nobody_timer: asyncio.TimerHandle | None = None
         self._nobody_reads(first=True)
+
+    def leave(self) -> None:
+        """The head ends, and its next run goes on with it: nothing decides it any more."""
+        self._left = True
+        self._wall_timer.cancel()
+        self._somebody_reads()
+        if self.task is not None:
+            self.task.cancel()
+
+    def was_decided(self, finished: Finished) -> None:
+        """An earlier run of the head decided it."""
+        self._wall_timer.cancel()
+        self._somebody_reads()
+        self.attempts = finished.attempts
 
     @property
     def finished(self) -> Finished | None:
@@ -91,7 +111,7 @@ class Generation:
 
     def deliver(self, token_ids: Sequence[int], now_s: float) -> None:
         """Add the next tokens; decides the generation when they end it. Nothing after the decision."""
-        if self.finished is not None:
+        if self.finished is not None or self._left:
             return
         taken, end = self.rules.accept(token_ids)
         if taken:
@@ -112,7 +132,7 @@ class Generation:
         self, reason: FinishReason, *, stop_index: int | None = None, error: ErrorCause | None = None
     ) -> bool:
         """End the generation. The first decision wins; False when there was one already."""
-        if self.finished is not None:
+        if self.finished is not None or self._left:
             return False
         self._wall_timer.cancel()
         self._somebody_reads()
@@ -201,7 +221,7 @@ class Generation:
 
     def _reader_gone(self, reader: Reader) -> None:
         self._readers.discard(reader)
-        if not self._readers and self.finished is None:
+        if not self._readers and self.finished is None and not self._left:
             self._nobody_reads(first=False)
 
     def _somebody_reads(self) -> None:

@@ -20,6 +20,14 @@ from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.ids import Ids
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.observer import FleetObserver, GenerationInfo
+from fleet_service.runtime.records import (
+    CancelHeld,
+    GenerationEnded,
+    GenerationGone,
+    GenerationStarted,
+    SavedGeneration,
+    SessionBound,
+)
 from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.sessions import Sessions
@@ -38,7 +46,10 @@ class Generations:
         ids: Ids,
         context: AttemptContext,
         observer: FleetObserver,
+        wall_clock: Callable[[], float],
     ) -> None:
+        self._journal = context.journal
+        self._wall_clock = wall_clock
         self._sessions = sessions
         self._fleet = fleet
         self._settings = settings
@@ -81,8 +92,7 @@ class Generations:
         owner: str | None = None,
     ) -> Generation:
         """A generation of a session. Raises FleetError when it cannot be taken; then nothing has changed."""
-        await self._sessions.get(session_id, owner).settle()
-        session = self._sessions.get(session_id, owner)
+        session = await self._sessions.settled(session_id, owner)
         apply(session.state, SessionOp.GENERATE, session_id=session_id)
         return self._start(session, generation_id, spec, parent)
 
@@ -114,6 +124,7 @@ class Generations:
         generation = self._make(generation_id or self._ids.generation(), session, spec, model, node, parent)
         self._by_id[generation.generation_id] = generation
         self._running[generation.generation_id] = generation
+        self._journal.put(self._started(generation))
         if node is not None:
             self._fleet.turns.placed(generation, node.name)
         session.generates(generation.generation_id)
@@ -123,20 +134,78 @@ class Generations:
         elif end is not None:
             generation.decide_end(end)
         elif node is not None:
-            self._drive(generation, self._fleet.reserve_on(node, generation))
+            self._drive(generation, self._fleet.reserve_on(node, generation), None)
         if not session.ephemeral:
             self._sessions.touch(session)
         return generation
 
-    def _drive(self, generation: Generation, reservation: Reservation) -> None:
-        driver = Driver(generation, reservation, self._fleet, self._context)
+    def _started(self, generation: Generation) -> GenerationStarted:
+        now, left_s = self._wall_clock(), generation.remaining_wall_s()
+        return GenerationStarted(
+            generation_id=generation.generation_id,
+            session_id=generation.session_id,
+            owner=generation.session.owner,
+            spec=generation.spec,
+            sampling=generation.sampling,
+            max_new_tokens=generation.rules.limit,
+            eos_token_ids=tuple(sorted(generation.rules.eos_token_ids)),
+            context_tokens=generation.context_tokens,
+            accepted_at=now,
+            deadline_at=now + left_s,
+        )
+
+    def restore(self, saved: SavedGeneration, session: Session) -> Generation:
+        """A generation as an earlier run of the head left it; one that has not ended is still to go on."""
+        started = saved.started
+        rules = OutputRules(frozenset(started.eos_token_ids), started.spec.stop, started.max_new_tokens)
+        _taken, end = rules.accept(saved.token_ids)
+        finished = saved.ended.finished if saved.ended is not None else None
+        generation = Generation(
+            started.generation_id,
+            session,
+            started.spec,
+            self._settings,
+            sampling=started.sampling,
+            rules=rules,
+            trace=self._observer.generation_started(
+                self._info(session, started.generation_id, started.spec, started.max_new_tokens), None
+            ),
+            on_decided=self._decided,
+            journal=self._journal,
+            wall_s=started.deadline_at - self._wall_clock(),
+        )
+        generation.log.restore(saved.token_ids, saved.marks, finished)
+        generation.context_tokens, generation.attempts = started.context_tokens, saved.attempts
+        self._by_id[generation.generation_id] = generation
+        if finished is not None:
+            generation.was_decided(finished)
+            self._keep_for_a_while(generation)
+            return generation
+        self._running[generation.generation_id] = generation
+        session.generates(generation.generation_id)
+        if end is not None:
+            generation.decide_end(end)
+        elif generation.remaining_wall_s() <= 0:
+            generation.decide(FinishReason.WALL_CLOCK)
+        return generation
+
+    def go_on(self, generation: Generation) -> None:
+        """Drive a generation that an earlier run of the head began."""
+        if generation.finished is None:
+            self._drive(generation, None, generation.session.was_bound)
+
+    def _drive(
+        self, generation: Generation, reservation: Reservation | None, was_bound: SessionBound | None
+    ) -> None:
+        driver = Driver(generation, reservation, self._fleet, self._context, was_bound)
         generation.task = self._loop.create_task(driver.run(), name=f"drive {generation.generation_id}")
         # A task that is cancelled before its first step runs nothing of its own, `finally` neither.
         generation.session.winding_down = generation.task
 
         def over(task: asyncio.Task[None]) -> None:
             # A task that is kept keeps the frames it ended in, and all they hold.
-            reservation.release()
+            if reservation is not None:
+                reservation.release()
             generation.task = None
             if generation.session.winding_down is task:
                 generation.session.winding_down = None
@@ -168,16 +237,7 @@ class Generations:
         if window:
             # Fixed here, so that a failover to a wider node changes nothing about where the output ends.
             limit = min(limit, max(0, window - len(session.context)))
-        info = GenerationInfo(
-            generation_id=generation_id,
-            session_id=session.session_id,
-            model=session.spec.model,
-            qos=spec.qos or session.spec.qos,
-            context_tokens=len(session.context),
-            max_new_tokens=limit,
-            max_wall_s=self._settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s,
-            owner=session.owner,
-        )
+        info = self._info(session, generation_id, spec, limit)
         trace = self._observer.generation_started(info, parent)
         if node is not None:
             demand = self._fleet.session_demand(session)
@@ -191,6 +251,19 @@ class Generations:
             rules=OutputRules(model.eos_token_ids if model else frozenset(), spec.stop, limit),
             trace=trace,
             on_decided=self._decided,
+            journal=self._journal,
+        )
+
+    def _info(self, session: Session, generation_id: str, spec: GenerationSpec, limit: int) -> GenerationInfo:
+        return GenerationInfo(
+            generation_id=generation_id,
+            session_id=session.session_id,
+            model=session.spec.model,
+            qos=spec.qos or session.spec.qos,
+            context_tokens=len(session.context),
+            max_new_tokens=limit,
+            max_wall_s=self._settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s,
+            owner=session.owner,
         )
 
     def _check_limits(self, generation_id: str) -> None:
@@ -223,6 +296,9 @@ class Generations:
         """In the step that decides: the session is free again, its context extended where asked for."""
         session = generation.session
         session.generates("")
+        if generation.finished is not None:
+            ended = GenerationEnded(generation.generation_id, generation.finished, self._wall_clock())
+            self._journal.put(ended)
         if generation.spec.extend_context and not session.finished:
             self._sessions.extend_context(session, generation.log.slice(0))
         self._running.pop(generation.generation_id, None)
@@ -248,6 +324,7 @@ class Generations:
         _until_s, generation = self._finished.popleft()
         self._finished_tokens -= generation.log.received
         self._by_id.pop(generation.generation_id, None)
+        self._journal.put(GenerationGone(generation.generation_id))
 
     @staticmethod
     def _after_winding_down(session: Session, then: Callable[[], object]) -> None:
@@ -266,6 +343,7 @@ class Generations:
             if until_s > now_s:
                 return
             del self._held_cancels[held]
+            self._journal.put(CancelHeld(*held, 0.0))
 
     # Finding and cancelling
 
@@ -310,21 +388,34 @@ class Generations:
                 metadata={"limit": "max_held_cancels", "value": str(self._settings.max_held_cancels)},
                 retry_after_s=1.0,
             )
-        self._held_cancels[held] = self._loop.time() + self._settings.cancel_held_s
+        until_s = self._settings.cancel_held_s
+        self._journal.put(CancelHeld(*held, self._wall_clock() + until_s))
+        self._held_cancels[held] = self._loop.time() + until_s
         self._held_cancels.move_to_end(held)
         return CancelResult(CancelOutcome.HELD, None)
 
+    def restore_cancel(self, held: CancelHeld) -> None:
+        """A cancel that waits for its generation since an earlier run of the head."""
+        left_s = held.until - self._wall_clock()
+        if left_s > 0:
+            self._held_cancels[held.owner, held.generation_id] = self._loop.time() + left_s
+
     def _take_held_cancel(self, held: tuple[str, str]) -> bool:
         until_s = self._held_cancels.pop(held, None)
+        if until_s is not None:
+            self._journal.put(CancelHeld(*held, 0.0))
         return until_s is not None and until_s > self._loop.time()
 
     async def let_go(self, grace_s: float) -> None:
-        """Wait at most `grace_s` for what runs to end; cancel what is left and wait until it has let go."""
+        """Wait at most `grace_s` for what runs to end; then cancel it, or leave it to the head's next run."""
         tasks = {generation.task for generation in self.running if generation.task is not None}
         if tasks and grace_s > 0:
             await asyncio.wait(tasks, timeout=grace_s)
         for generation in self.running:
-            generation.cancel()
+            if self._journal.keeps:
+                generation.leave()
+            else:
+                generation.cancel()
         if tasks:
             await asyncio.wait(tasks)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from fleet_service.addresses import is_name
+from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import GenerationSpec, SessionSpec
@@ -24,17 +25,24 @@ from fleet_service.runtime.gauges import HeadGauges, read_gauges, read_summary
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.ids import Ids
+from fleet_service.runtime.journal import Journal, NoJournal
 from fleet_service.runtime.ledger import RequestLedger
+from fleet_service.runtime.node import Node
 from fleet_service.runtime.node_info import node_info
 from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.runtime.operators import Operators
 from fleet_service.runtime.protocols import Dialer, Resolver
-from fleet_service.runtime.sessions import Sessions
+from fleet_service.runtime.records import RequestAnswered, Saved
+from fleet_service.runtime.recovery import Recovery, addresses_after
+from fleet_service.runtime.sessions import Sessions, unavailable
 from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
 from fleet_service.runtime.tender import Tender
 from fleet_service.runtime.views import CancelResult, ModelSummary, RequestKey, SessionView
 from fleet_service.runtime.watch import FleetWatch
+
+T = TypeVar("T")
+A = TypeVar("A", SessionView, str)
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +60,12 @@ class Head:
         observer: FleetObserver | None = None,
         resolver: Resolver | None = None,
         discovery: DiscoverySettings | None = None,
+        journal: Journal | None = None,
+        saved: Saved | None = None,
     ) -> None:
+        """`saved` is what there is of earlier runs; it is changed. `journal` None: nothing outlives the head."""
+        saved = Saved() if saved is None else saved
+        self.journal: Journal = NoJournal() if journal is None else journal
         loop = asyncio.get_running_loop()
         observer = NullObserver() if observer is None else observer
         ids = Ids(rng)
@@ -60,15 +73,19 @@ class Head:
         self._background: set[asyncio.Task[None]] = set()
         self._tender_task: asyncio.Task[None] | None = None
         self._draining = False
-        self.fleet = Fleet(settings, loop.time, int(wall_clock()), observer)
-        self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock)
-        self.nodes = Nodes(
-            self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self.sessions.orphans
-        )
+        self.fleet = Fleet(settings, loop.time, max(int(wall_clock()), saved.term + 1), observer)
+        self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock, self.journal)
+        self.nodes = Nodes(self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self._met)
         context = AttemptContext(
-            settings=settings, loop=loop, own_term=lambda: self.fleet.term, violated=self.nodes.violated
+            settings=settings,
+            loop=loop,
+            own_term=lambda: self.fleet.term,
+            journal=self.journal,
+            violated=self.nodes.violated,
         )
-        self.generations = Generations(self.sessions, self.fleet, settings, ids, context, observer)
+        self.generations = Generations(
+            self.sessions, self.fleet, settings, ids, context, observer, wall_clock
+        )
         self.discovery = Discovery(
             self.fleet,
             self.nodes,
@@ -93,6 +110,7 @@ class Head:
             self.fleet, self.sessions, self.generations, settings, loop.time, wall_clock, self._spawn
         )
         self.operators = Operators(
+            self.journal,
             self.fleet,
             self.nodes,
             self.sessions,
@@ -102,7 +120,13 @@ class Head:
             self.drains,
             self._watch,
         )
+        self._wall_clock = wall_clock
         self._ledger = RequestLedger(loop.time, settings.request_id_kept_s, settings.max_request_ids)
+        self._recovery = Recovery(
+            saved, self.sessions, self.generations, self._ledger, wall_clock, self.drains.start
+        )
+        self._listed = saved.listed
+        self._recovery.restore()
         self.tender = Tender(
             self.fleet,
             self.sessions,
@@ -118,7 +142,9 @@ class Head:
 
     async def start(self, addresses: Sequence[str]) -> None:
         """Take in the nodes at `addresses`, or at all of a name's, and wait, briefly, for first answers."""
+        addresses = addresses_after(tuple(addresses), self._listed)
         nodes = [self.nodes.add(address) for address in addresses if not is_name(address)]
+        await self._recovery.go_on()
         self._tender_task = asyncio.get_running_loop().create_task(self.tender.run(), name="tender")
         await self.nodes.first_try(*nodes)
         self.nodes.tell_unanswered(*nodes)
@@ -150,7 +176,7 @@ class Head:
     @property
     def ready(self) -> bool:
         """At least one node can be used."""
-        return any(node.usable for node in self.fleet.nodes)
+        return self.journal.trouble is None and any(node.usable for node in self.fleet.nodes)
 
     def gauges(self) -> HeadGauges:
         """What it holds now, as numbers; O(nodes)."""
@@ -174,13 +200,14 @@ class Head:
         async def make() -> SessionView:
             return self.sessions.create(session_id, spec, token_ids, owner or "").view()
 
-        return await self._ledger.once(key, make)
+        return await self._kept(key, make)
 
     def get_session(self, session_id: str, owner: str | None = None) -> SessionView:
         return self.sessions.get(session_id, owner).view()
 
-    def context_of(self, session_id: str, owner: str | None = None) -> Sequence[int]:
-        return self.sessions.get(session_id, owner).context.token_ids()
+    async def context_of(self, session_id: str, owner: str | None = None) -> Sequence[int]:
+        session = await self.sessions.here(self.sessions.get(session_id, owner))
+        return session.context.token_ids()
 
     def list_sessions(
         self,
@@ -202,16 +229,17 @@ class Head:
         owner: str | None = None,
     ) -> SessionView:
         async def make() -> SessionView:
+            self._check_store()
             return await self.sessions.append(session_id, token_ids, expected_length, truncate_to, owner)
 
-        return await self._ledger.once(key, make)
+        return await self._kept(key, make)
 
     async def park_session(self, session_id: str, owner: str | None = None) -> SessionView:
-        return await self.sessions.park(session_id, owner)
+        return await self._settled(await self.sessions.park(session_id, owner))
 
     async def resume_session(self, session_id: str, owner: str | None = None) -> SessionView:
         self._open_for_work()
-        return await self.sessions.resume(session_id, owner)
+        return await self._settled(await self.sessions.resume(session_id, owner))
 
     async def finish_session(self, session_id: str, owner: str | None = None) -> SessionView:
         """End a session; what it runs ends as CANCELLED."""
@@ -219,7 +247,7 @@ class Head:
         view = self.sessions.remove(session)
         self.generations.cancel_session(session)
         await session.settle()
-        return view
+        return await self._settled(view)
 
     # Generations
 
@@ -269,12 +297,39 @@ class Head:
         return self.generations.find(generation_id, owner)
 
     async def cancel_generation(self, generation_id: str, owner: str | None = None) -> CancelResult:
-        return self.generations.cancel(generation_id, owner)
+        return await self._settled(self.generations.cancel(generation_id, owner))
 
     async def _once(self, key: RequestKey | None, make: Callable[[], Coroutine[Any, Any, str]]) -> Generation:
-        return self.generations.find(await self._ledger.once(key, make))
+        return self.generations.find(await self._kept(key, make))
+
+    async def _kept(self, key: RequestKey | None, make: Callable[[], Coroutine[Any, Any, A]]) -> A:
+        """What `make` gives, once, and once it may be told of."""
+
+        async def make_and_keep() -> A:
+            answer = await make()
+            if key is not None:
+                until = self._wall_clock() + self._settings.request_id_kept_s
+                kept = RequestAnswered(key.owner, key.request_id, key.fingerprint, answer, until)
+                self.journal.put(kept)
+            return await self._settled(answer)
+
+        return await self._ledger.once(key, make_and_keep)
+
+    async def _settled(self, answer: T) -> T:
+        await self.journal.settled()
+        return answer
+
+    def _met(self, node: Node, held: Sequence[HeldSession]) -> Sequence[HeldSession]:
+        """A node is connected: what of what it holds it should not."""
+        self._recovery.node_is_back(node)
+        return self.sessions.orphans(node, held)
+
+    def _check_store(self) -> None:
+        if self.journal.trouble is not None:
+            raise unavailable()
 
     def _open_for_work(self) -> None:
+        self._check_store()
         if self._draining:
             raise FleetError(
                 Reason.HEAD_DRAINING,

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 import structlog
+from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
 from fleet_service.runtime.records import Record, TokensDelivered
 from fleet_service.runtime.store import SessionStore, StoreError
@@ -37,21 +38,74 @@ class Durability(StrEnum):
 class WrittenLog(Protocol):
     """A generation's tokens as the journal sees them (tokenlog.TokenLog)."""
 
-    generation_id: str
     written: int
     """Tokens handed to the store."""
+
+    @property
+    def generation_id(self) -> str: ...
 
     @property
     def received(self) -> int: ...
 
     def slice(self, start: int, stop: int | None = None) -> array[int]: ...
 
-    def show(self, visible: int) -> None:
-        """Let readers see so many tokens."""
+    def show(self, visible: int, *, end: bool = False) -> None:
+        """Let readers see so many tokens, and the end."""
 
 
-class Journal:
-    """A head's. `broken` is called once, when the store fails for good."""
+class Journal(Protocol):
+    """Where the runtime says what is to outlive the head. Synchronous but for `settled`."""
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why nothing can be kept now; new work is not to be begun then."""
+
+    def put(self, *records: Record) -> None:
+        """Write these, in this order, all of one batch."""
+
+    def has_tokens(self, tokens: WrittenLog) -> None:
+        """There is more in a log: write it, and let readers see it once they may."""
+
+    def end(self, tokens: WrittenLog) -> None:
+        """A log has ended: write its rest, before what ends it, and show the end once it may be."""
+
+    async def settled(self) -> None:
+        """Return once all that was put so far may be seen."""
+
+    async def context(self, session_id: str) -> array[int]:
+        """The ids of a context that was put away. Raises StoreError."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything outlives the head."""
+
+
+class NoJournal:
+    """Keeps nothing: all is seen at once and ends with the head."""
+
+    trouble = None
+    keeps = False
+
+    def put(self, *records: Record) -> None:
+        return
+
+    def has_tokens(self, tokens: WrittenLog) -> None:
+        tokens.show(tokens.received)
+
+    def end(self, tokens: WrittenLog) -> None:
+        tokens.show(tokens.received, end=True)
+
+    async def settled(self) -> None:
+        return
+
+    async def context(self, session_id: str) -> array[int]:
+        raise KeyError(session_id)
+
+
+class StoreJournal:
+    """A Journal that writes to a store. `broken` is called once, when that fails for good."""
+
+    keeps = True
 
     def __init__(
         self, store: SessionStore, durability: Durability, *, broken: Callable[[StoreError], None]
@@ -65,8 +119,11 @@ class Journal:
         self._news = asyncio.Event()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-        self.trouble: StoreError | None = None
-        """Why the store takes nothing now; new work is not to be begun then."""
+        self._trouble: StoreError | None = None
+
+    @property
+    def trouble(self) -> StoreError | None:
+        return self._trouble
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="journal")
@@ -74,23 +131,23 @@ class Journal:
     # What happens
 
     def put(self, *records: Record) -> None:
-        """Write these, in this order, all of one batch."""
         self._records += records
         self._news.set()
 
     def has_tokens(self, tokens: WrittenLog) -> None:
-        """Write what is new of a log, with everything else that is ready then."""
         self._logs[tokens.generation_id] = tokens
         if not self._strict:
             tokens.show(tokens.received)
         self._news.set()
 
-    def end(self, tokens: WrittenLog, *records: Record) -> None:
-        """Write the rest of a log, and then these, all of one batch."""
+    def end(self, tokens: WrittenLog) -> None:
         self._take_rest(tokens)
         self._logs.pop(tokens.generation_id, None)
-        self.then(lambda: tokens.show(tokens.received))
-        self.put(*records)
+        self.then(lambda: tokens.show(tokens.received, end=True))
+        self._news.set()
+
+    async def context(self, session_id: str) -> array[int]:
+        return await self._store.context(session_id)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do this once all that was put so far may be seen."""
@@ -101,7 +158,6 @@ class Journal:
             action()
 
     async def settled(self) -> None:
-        """Return once all that was put so far may be seen."""
         if not self._strict:
             return
         seen = asyncio.Event()
@@ -152,24 +208,31 @@ class Journal:
 
     async def _keep(self, batch: list[Record]) -> bool:
         """Write until it is written; False when it never will be."""
-        wait_s = RETRY_MIN_S
-        while True:
-            try:
-                await self._store.write(batch, sync=self._strict)
-            except StoreError as error:
-                if self.trouble is None:
-                    log.error("store_failed", error=str(error), trouble=error.trouble.value)
-                self.trouble = error
-                if not error.may_pass:
-                    self._broken(error)
-                    return False
-                if self._stopping:
-                    log.error("store_kept_not_all", changes=len(batch))
-                    return False
-                await asyncio.sleep(wait_s)
-                wait_s = min(RETRY_MAX_S, 2 * wait_s)
-            else:
-                if self.trouble is not None:
-                    log.info("store_works_again")
-                self.trouble = None
-                return True
+        try:
+            await self._store.write(batch, sync=self._strict)
+        except StoreError as first:
+            return await self._keep_trying(batch, first)
+        return True
+
+    async def _keep_trying(self, batch: list[Record], first: StoreError) -> bool:
+        self._trouble = first
+        log.warning("store_failed", error=str(first), trouble=first.trouble.value)
+        retrying = AsyncRetrying(
+            sleep=asyncio.sleep,
+            wait=wait_exponential(RETRY_MIN_S, max=RETRY_MAX_S),
+            retry=retry_if_exception(lambda error: isinstance(error, StoreError) and error.may_pass),
+            stop=lambda _: self._stopping,
+            reraise=True,
+        )
+        try:
+            if not first.may_pass:
+                raise first
+            await retrying(self._store.write, batch, sync=self._strict)
+        except StoreError as error:
+            log.exception("store_given_up", trouble=error.trouble.value, changes=len(batch))
+            if not self._stopping:
+                self._broken(error)
+            return False
+        log.info("store_works_again")
+        self._trouble = None
+        return True

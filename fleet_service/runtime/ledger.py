@@ -17,7 +17,7 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class _Entry:
     fingerprint: bytes
-    answer: asyncio.Task[Any]
+    answer: asyncio.Future[Any]
     expires_s: float
 
 
@@ -62,6 +62,12 @@ class RequestLedger:
             )
         return cast("T", await asyncio.shield(cast("Awaitable[T]", entry.answer)))
 
+    def restore(self, key: RequestKey, answer: object, left_s: float) -> None:
+        """An answer that an earlier run of the head gave; the oldest first."""
+        given: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        given.set_result(answer)
+        self._entries[key.owner, key.request_id] = _Entry(key.fingerprint, given, self._clock() + left_s)
+
     def expire(self) -> None:
         """Forget what is old enough; O(what is forgotten)."""
         now_s = self._clock()
@@ -71,7 +77,7 @@ class RequestLedger:
                 return
             self._entries.popitem(last=False)
 
-    def _answered(self, name: tuple[str, str], task: asyncio.Task[Any]) -> None:
+    def _answered(self, name: tuple[str, str], task: asyncio.Future[Any]) -> None:
         if task.cancelled() or task.exception() is not None:
             entry = self._entries.get(name)
             if entry is not None and entry.answer is task:

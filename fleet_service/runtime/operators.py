@@ -12,9 +12,12 @@ from fleet_service.domain.specs import SessionSpec
 from fleet_service.runtime.discovery import Discovery
 from fleet_service.runtime.drain import DrainProgress, Drains
 from fleet_service.runtime.fleet import Fleet
+from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.protocols import LinkError
+from fleet_service.runtime.records import NodeListed
+from fleet_service.runtime.recovery import mark_of
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.views import (
@@ -34,6 +37,7 @@ class Operators:
 
     def __init__(
         self,
+        journal: Journal,
         fleet: Fleet,
         nodes: Nodes,
         sessions: Sessions,
@@ -43,6 +47,7 @@ class Operators:
         drains: Drains,
         watch: FleetWatch,
     ) -> None:
+        self._journal = journal
         self._fleet = fleet
         self._nodes = nodes
         self._discovery = discovery
@@ -99,6 +104,7 @@ class Operators:
                 metadata={"limit": "max_nodes", "value": str(self._settings.max_nodes)},
             )
         node = self._nodes.add(address)
+        self._journal.put(NodeListed(address))
         await self._nodes.first_try(node)
         return self._watch.info(node)
 
@@ -107,21 +113,27 @@ class Operators:
         node = self._find(ref)
         info = self._watch.info(node)
         self._discovery.operator_removes(node)
+        self._journal.put(NodeListed(node.address, listed=False))
         if not node.removed:  # by then it may have been forgotten anyway
             await self._nodes.remove(node)
         return info
 
     async def add_name(self, entry: str) -> NameInfo:
         """Take in all addresses of a name (dns:///name:port). Raises NODE_ALREADY_EXISTS, LIMIT_EXCEEDED."""
-        return await self._discovery.add(entry)
+        info = await self._discovery.add(entry)
+        self._journal.put(NodeListed(entry))
+        return info
 
     async def remove_name(self, entry: str) -> NameInfo:
         """Take a name out, with the nodes that only it lists. Raises NODE_NOT_FOUND."""
-        return await self._discovery.remove(entry)
+        info = await self._discovery.remove(entry)
+        self._journal.put(NodeListed(entry, listed=False))
+        return info
 
     def cordon_node(self, ref: str, note: str, by: str = "") -> NodeInfo:
         node = self._find(ref)
         self._drains.cordon(node, by, note)
+        self._journal.put(mark_of(node))
         return self._watch.info(node)
 
     def uncordon_node(self, ref: str) -> NodeInfo:
@@ -129,13 +141,16 @@ class Operators:
         node = self._find(ref)
         self._drains.end(node)
         node.uncordon()
+        self._journal.put(mark_of(node))
         return self._watch.info(node)
 
     def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
         """Move a node's sessions away; the progress is there to be read. Raises LIMIT_EXCEEDED for that."""
         node = self._find(ref)
         leave = self._watch.enter()
-        return DrainProgress(self._drains.start(node, by, note), self._watch.stopping, leave)
+        drain = self._drains.start(node, by, note)
+        self._journal.put(mark_of(node))
+        return DrainProgress(drain, self._watch.stopping, leave)
 
     def watch_fleet(self, *, with_turns: bool) -> Watcher:
         """The fleet, and what becomes of it. Raises LIMIT_EXCEEDED."""

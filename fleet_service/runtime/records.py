@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fleet_service.domain.events import Finished, Moved, Started
 from fleet_service.domain.specs import GenerationSpec, Sampling, SessionSpec
+from fleet_service.runtime.views import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,12 @@ class GenerationGone:
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """The answer that a request_id gets again: a session's or generation's id."""
+    """The answer that a request_id gets again: the session as it was then, or a generation's id."""
 
     owner: str
     request_id: str
     fingerprint: bytes
-    answer: str
+    answer: SessionView | str
     until: float
 
 

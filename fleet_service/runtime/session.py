@@ -6,11 +6,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.context import Context
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import Sampling, SessionSpec
 from fleet_service.runtime.node import Node
+from fleet_service.runtime.records import SessionBound
 from fleet_service.runtime.views import SessionView
+
+_COMMAND_BITS = 24
+"""Of a command id: how many commands one run of the head can give about one binding."""
 
 
 class Binding:
@@ -79,6 +84,13 @@ class Binding:
         self.synced_tokens = length
         self.overhang = False
 
+    def adopted(self, held_tokens: int, tokens: int, own_term: int) -> None:
+        """It goes on from an earlier run of the head, which gave the node commands of ids that are not known."""
+        self.sent = self.assigned = True
+        self.synced_tokens, self.overhang = min(held_tokens, tokens), held_tokens > tokens
+        # Above every id that any run could have come to: terms rise from run to run.
+        self._commands = own_term << _COMMAND_BITS
+
     def next_command_id(self) -> int:
         self._commands += 1
         return self._commands
@@ -111,6 +123,8 @@ class Session:
         self.spec = spec
         self.sampling = sampling
         self.context = Context()
+        self.was_bound: SessionBound | None = None
+        """Where an earlier run of the head had it."""
         self.binding: Binding | None = None
         self.parked = False
         self.generation_id = ""
@@ -152,6 +166,22 @@ class Session:
         self.unbind()
         self.binding = Binding(node, next_epoch(), generates=bool(self.generation_id))
         return self.binding
+
+    def adopt(self, node: Node, held: HeldSession, own_term: int) -> None:
+        """Bind it again where an earlier run of the head had it, if the node still holds just that."""
+        was = self.was_bound
+        here = was is not None and (was.node, was.incarnation, was.epoch) == (
+            node.name,
+            node.incarnation,
+            held.epoch,
+        )
+        if not here or self.binding is not None or self.parked:
+            return
+        self.was_bound = None
+        binding = Binding(node, held.epoch, generates=bool(self.generation_id))
+        binding.adopted(held.context_length, len(self.context), own_term)
+        self.binding = binding
+        node.assigned(held.epoch)
 
     def take_binding(self, binding: Binding) -> None:
         """Leave the node for one that `binding` was made on beforehand."""

@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
+import structlog
+
 from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.context import Context
 from fleet_service.domain.errors import FleetError, Reason, invalid
@@ -19,10 +21,15 @@ from fleet_service.domain.session_table import SessionOp, SessionState, apply
 from fleet_service.domain.specs import Sampling, SessionSpec
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.ids import Ids
+from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.node import Node
+from fleet_service.runtime.records import ContextExtended, SavedSession, SessionGone, SessionKept
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.store import StoreError
 from fleet_service.runtime.views import SessionView
+
+log = structlog.get_logger(__name__)
 
 SCAN_LIMIT = 10_000
 """Sessions looked at for one page of a filtered list; a page may come back short, with a token."""
@@ -41,7 +48,9 @@ class Sessions:
         ids: Ids,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self._fleet = fleet
         self._settings = settings
         self._ids = ids
@@ -118,7 +127,56 @@ class Sessions:
         self._context_tokens += len(session.context)
         self._by_number[session.number] = session
         self._numbers.append(session.number)
+        self._journal.put(self._kept(session))
+        if len(session.context):
+            self._journal.put(extended(session, 0))
         self.touch(session)
+
+    def restore(self, saved: SavedSession) -> Session:
+        """A session as an earlier run of the head left it: its context stays away until it is used."""
+        kept = saved.kept
+        session = Session(
+            kept.session_id,
+            kept.spec,
+            kept.sampling,
+            now_s=self._clock(),
+            unix_s=kept.created_at,
+            number=kept.number,
+            owner=kept.owner,
+        )
+        session.context = Context.kept_elsewhere(saved.context_length, saved.context_crc32)
+        session.parked, session.ephemeral, session.was_bound = kept.parked, kept.ephemeral, saved.bound
+        self._last_number = max(self._last_number, kept.number)
+        self._by_id[session.session_id] = session
+        self._context_tokens += len(session.context)
+        self._parked += session.parked
+        self._by_number[session.number] = session
+        self._numbers.append(session.number)
+        self.touch(session)
+        return session
+
+    async def here(self, session: Session) -> Session:
+        """The session, with its context. Raises STORE_UNAVAILABLE."""
+        if session.context.is_away:
+            try:
+                session.context.take_out(await self._journal.context(session.session_id))
+            except (StoreError, KeyError, ValueError) as error:
+                log.exception("context_not_read", session=session.session_id)
+                raise unavailable() from error
+        return session
+
+    def _kept(self, session: Session) -> SessionKept:
+        return SessionKept(
+            session_id=session.session_id,
+            number=session.number,
+            owner=session.owner,
+            spec=session.spec,
+            sampling=session.sampling,
+            created_at=session.created_at,
+            last_used_at=session.last_used_at,
+            parked=session.parked,
+            ephemeral=session.ephemeral,
+        )
 
     def get(self, session_id: str, owner: str | None = None) -> Session:
         """The session, if it is that caller's (None: whose ever it is). Raises SESSION_NOT_FOUND."""
@@ -131,6 +189,10 @@ class Sessions:
                 resource=_resource(session_id),
             )
         return session
+
+    def known(self, session_id: str) -> Session | None:
+        """The session, whose ever it is."""
+        return self._by_id.get(session_id)
 
     def touch(self, session: Session) -> None:
         """It was used just now."""
@@ -190,7 +252,7 @@ class Sessions:
         owner: str | None = None,
     ) -> SessionView:
         """Set context = context[:truncate_to] + token_ids. Nothing changes when it is refused."""
-        session = await self._settled(session_id, owner)
+        session = await self.settled(session_id, owner)
         apply(session.state, SessionOp.APPEND, session_id=session_id)
         length = len(session.context)
         if expected_length is not None and expected_length != length:
@@ -213,21 +275,23 @@ class Sessions:
         return session.view()
 
     async def park(self, session_id: str, owner: str | None = None) -> SessionView:
-        session = await self._settled(session_id, owner)
+        session = await self.settled(session_id, owner)
         apply(session.state, SessionOp.PARK, session_id=session_id)
         self._leave_node(session)
         self._parked += not session.parked
         session.parked = True
         self.touch(session)
+        self._journal.put(self._kept(session))
         return session.view()
 
     async def resume(self, session_id: str, owner: str | None = None) -> SessionView:
-        session = await self._settled(session_id, owner)
+        session = await self.settled(session_id, owner)
         apply(session.state, SessionOp.RESUME, session_id=session_id)
         self._fleet.bind(session, self._fleet.session_demand(session))
         self._parked -= session.parked
         session.parked = False
         self.touch(session)
+        self._journal.put(self._kept(session))
         return session.view()
 
     def remove(self, session: Session) -> SessionView:
@@ -236,6 +300,7 @@ class Sessions:
         session.finished = True
         self._leave_node(session)
         if self._by_id.pop(session.session_id, None) is not None:
+            self._journal.put(SessionGone(session.session_id))
             del self._by_number[session.number]
             self._parked -= session.parked
             self._context_tokens -= len(session.context)
@@ -249,8 +314,15 @@ class Sessions:
         self._change_context(session, len(session.context), token_ids)
 
     def orphans(self, node: Node, held: Sequence[HeldSession]) -> list[HeldSession]:
-        """Of what a node holds, the sessions of this head that are not, or not so, bound to it."""
+        """Of what a node holds, the sessions of this head that are not, or not so, bound to it.
+
+        One that an earlier run of the head bound there, as it is held there now, is bound to it again.
+        """
         own = [each for each in held if each.head_id == self._settings.head_id]
+        for each in own:
+            session = self._by_id.get(each.session_id)
+            if session is not None and not each.fenced:
+                session.adopt(node, each, self._fleet.term)
         return [each for each in own if not self._is_bound(node, each)]
 
     def _is_bound(self, node: Node, held: HeldSession) -> bool:
@@ -262,7 +334,7 @@ class Sessions:
 
     def unbind_idle(self, now_s: float) -> int:
         """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
-        return self._sweep(self._bound_by_use, now_s - self._settings.idle_unbind_s, self._leave_node)
+        return self._sweep(self._bound_by_use, now_s - self._settings.idle_unbind_s, self._rest)
 
     def expire(self, now_s: float) -> int:
         """Remove what was not used for `session_expiry_s`; O(what is removed)."""
@@ -307,9 +379,18 @@ class Sessions:
             binding.node.drain.unbound += 1
         self._leave_node(session)
 
-    async def _settled(self, session_id: str, owner: str | None) -> Session:
+    async def settled(self, session_id: str, owner: str | None) -> Session:
+        """The session, with nothing of its last generation under way, and with its context."""
+        await self.here(self.get(session_id, owner))
         await self.get(session_id, owner).settle()
-        return self.get(session_id, owner)
+        session = self.get(session_id, owner)
+        return session if not session.context.is_away else await self.settled(session_id, owner)
+
+    def _rest(self, session: Session) -> None:
+        """Nobody used it for long: its node may forget it, and its context need not be here."""
+        self._leave_node(session)
+        if self._journal.keeps:
+            session.context.put_away()
 
     def _leave_node(self, session: Session) -> None:
         session.unbind()
@@ -322,6 +403,8 @@ class Sessions:
         before = len(session.context)
         session.context.truncate(base)
         session.context.append(token_ids)
+        if session.session_id in self._by_id:  # one for an answer that ended at once never was
+            self._journal.put(extended(session, base))
         self._context_tokens += len(session.context) - before
         if binding is not None:
             window = window_tokens(binding.node, session.spec.model)
@@ -359,6 +442,21 @@ class Sessions:
         """Drop the numbers of removed sessions once they are the greater part."""
         if len(self._numbers) > 64 and len(self._numbers) > 2 * len(self._by_number):
             self._numbers = [number for number in self._numbers if number in self._by_number]
+
+
+def extended(session: Session, base_length: int) -> ContextExtended:
+    """The record of what a context has from `base_length` on."""
+    context = session.context
+    return ContextExtended(session.session_id, base_length, context.tail(base_length), context.crc32)
+
+
+def unavailable() -> FleetError:
+    """STORE_UNAVAILABLE."""
+    return FleetError(
+        Reason.STORE_UNAVAILABLE,
+        "what the head keeps on disk cannot be read or written now; retry later",
+        retry_after_s=1.0,
+    )
 
 
 def _resource(session_id: str) -> tuple[str, str]:

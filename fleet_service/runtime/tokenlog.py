@@ -11,19 +11,35 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from fleet_service.domain.events import Accepted, Event, Finished, Moved, Started, Tokens
+from fleet_service.runtime.journal import Journal, NoJournal
 
 
 class TokenLog:
     """Token ids and, between them, the other events of a generation.
 
-    `received` counts the tokens the head has, `visible` those readers may see; visible follows at once.
+    `received` counts the tokens the head has, `visible` those readers may see: the journal says when. In the
+    same way `finished` is the terminal event from its decision on, and `ended` once it may be seen.
     """
 
-    __slots__ = ("_ids", "_marks", "_readers", "accepted", "finished")
+    __slots__ = (
+        "_ids",
+        "_journal",
+        "_marks",
+        "_readers",
+        "_visible",
+        "accepted",
+        "ended",
+        "finished",
+        "written",
+    )
 
-    def __init__(self, accepted: Accepted) -> None:
+    def __init__(self, accepted: Accepted, journal: Journal | None = None) -> None:
         self.accepted = accepted
         self.finished: Finished | None = None
+        self.ended: Finished | None = None
+        self.written = 0
+        self._journal = journal or NoJournal()
+        self._visible = 0
         self._ids = array("I")
         self._marks: list[tuple[int, Started | Moved]] = []
         self._readers: list[Callable[[], None]] = []
@@ -34,7 +50,11 @@ class TokenLog:
 
     @property
     def visible(self) -> int:
-        return len(self._ids)
+        return self._visible
+
+    @property
+    def generation_id(self) -> str:
+        return self.accepted.generation_id
 
     @property
     def marks(self) -> Sequence[tuple[int, Started | Moved]]:
@@ -43,7 +63,22 @@ class TokenLog:
     def append(self, token_ids: Sequence[int]) -> None:
         """Add tokens at index `received`."""
         self._ids.extend(token_ids)
+        self._journal.has_tokens(self)
+
+    def show(self, visible: int, *, end: bool = False) -> None:
+        """Let readers see so many tokens, and the terminal event."""
+        self._visible = max(self._visible, visible)
+        if end:
+            self.ended = self.finished
         self._call_back()
+
+    def restore(
+        self, token_ids: array[int], marks: Sequence[tuple[int, Started | Moved]], finished: Finished | None
+    ) -> None:
+        """As an earlier run of the head left it; all of it was seen."""
+        self._ids, self._marks = token_ids, list(marks)
+        self.written = self._visible = len(token_ids)
+        self.finished = self.ended = finished
 
     def mark(self, event: Started | Moved) -> None:
         """Put an event behind the tokens there are."""
@@ -55,7 +90,7 @@ class TokenLog:
         if self.finished is not None:
             raise RuntimeError("a generation has one terminal event")
         self.finished = event
-        self._call_back()
+        self._journal.end(self)
 
     def slice(self, start: int, stop: int | None = None) -> array[int]:
         """A copy of the ids from `start` to `stop`."""
@@ -100,13 +135,13 @@ class Cursor:
         if not self._opened:
             self._open(events)
         marks = self._log.marks
-        while self._mark < len(marks):
+        while self._mark < len(marks) and marks[self._mark][0] <= self._log.visible:
             position, event = marks[self._mark]
             self._tokens_up_to(position, events)
             events.append(event)
             self._mark += 1
         self._tokens_up_to(self._log.visible, events)
-        finished = self._log.finished
+        finished = self._log.ended
         if finished is not None and not self._done and self._index >= self._log.received:
             events.append(finished)
             self._done = True

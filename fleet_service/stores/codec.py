@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from fleet_service.domain.events import Finished, Moved, Started
 from fleet_service.domain.specs import GenerationSpec, Sampling, SessionSpec
 from fleet_service.runtime.records import GenerationStarted
+from fleet_service.runtime.views import SessionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ _BODY = TypeAdapter(_Body)
 _FINISHED = TypeAdapter(Finished)
 _STARTED = TypeAdapter(Started)
 _MOVED = TypeAdapter(Moved)
+_VIEW = TypeAdapter(SessionView)
 _MOVED_TAG, _STARTED_TAG = "m", "s"
+_ID_TAG, _VIEW_TAG = "i", "v"
 
 
 def session_spec_to(spec: SessionSpec) -> tuple[str, bytes]:
@@ -100,6 +103,21 @@ def mark_to(event: Started | Moved) -> str:
 def mark_from(text: str) -> Started | Moved:
     adapter: TypeAdapter[Started] | TypeAdapter[Moved] = _MOVED if text[0] == _MOVED_TAG else _STARTED
     return adapter.validate_json(text[1:])
+
+
+def answer_to(answer: SessionView | str) -> tuple[str, bytes]:
+    """An answer as JSON, and the engine options in it, which may be any bytes."""
+    if isinstance(answer, str):
+        return _ID_TAG + answer, b""
+    plain = replace(answer, spec=replace(answer.spec, engine_options=b""))
+    return _VIEW_TAG + _VIEW.dump_json(plain).decode(), answer.spec.engine_options
+
+
+def answer_from(text: str, engine_options: bytes) -> SessionView | str:
+    if text[0] == _ID_TAG:
+        return text[1:]
+    view = _VIEW.validate_json(text[1:])
+    return replace(view, spec=replace(view.spec, engine_options=engine_options))
 
 
 # Token ids are little-endian words of 32 bits, whatever the machine.

@@ -125,8 +125,11 @@ def _extend(by_number: dict[int, SavedGeneration], number: int, first_index: int
 
 
 def _read_others(connection: sqlite3.Connection, saved: Saved) -> None:
-    for row in connection.execute("SELECT owner, request_id, fingerprint, answer, until FROM requests"):
-        saved.requests[row[0], row[1]] = RequestAnswered(*row)
+    requests = "SELECT owner, request_id, fingerprint, answer, engine_options, until FROM requests"
+    for owner, request_id, fingerprint, answer, options, until in connection.execute(requests):
+        saved.requests[owner, request_id] = RequestAnswered(
+            owner, request_id, fingerprint, codec.answer_from(answer, options), until
+        )
     for row in connection.execute("SELECT owner, generation_id, until FROM cancels"):
         saved.cancels[row[0], row[1]] = CancelHeld(*row)
     for row in connection.execute("SELECT node, incarnation, session_id, epoch FROM revokes"):

@@ -79,6 +79,7 @@ CREATE TABLE requests (
     request_id TEXT NOT NULL,
     fingerprint BLOB NOT NULL,
     answer TEXT NOT NULL,
+    engine_options BLOB NOT NULL,
     until REAL NOT NULL,
     PRIMARY KEY (owner, request_id)
 ) STRICT, WITHOUT ROWID;

@@ -87,7 +87,7 @@ class RowWriter:
                     "INSERT INTO sessions (no, id, owner, spec, engine_options, sampling, created_at,"
                     " last_used_at, parked, ephemeral) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
                     " ON CONFLICT (no) DO UPDATE SET last_used_at = excluded.last_used_at,"
-                    " parked = excluded.parked",
+                    " parked = excluded.parked, spec = excluded.spec",
                     (
                         record.number,
                         record.session_id,
@@ -199,8 +199,14 @@ class RowWriter:
         match record:
             case RequestAnswered():
                 run(
-                    "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?)",
-                    (record.owner, record.request_id, record.fingerprint, record.answer, record.until),
+                    "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)",
+                    (
+                        record.owner,
+                        record.request_id,
+                        record.fingerprint,
+                        *codec.answer_to(record.answer),
+                        record.until,
+                    ),
                 )
             case CancelHeld(until=0):
                 key = (record.owner, record.generation_id)

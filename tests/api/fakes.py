@@ -204,7 +204,7 @@ class FakeHead:
         self._take("get_session", session_id, owner=owner)
         return SESSION
 
-    def context_of(self, session_id: str, owner: str) -> Sequence[int]:
+    async def context_of(self, session_id: str, owner: str) -> Sequence[int]:
         self._take("context_of", session_id, owner=owner)
         return self.context
 

@@ -16,7 +16,7 @@ CONTEXT = array("I", range(300_001))
 
 
 class BigHead(FakeHead):
-    def context_of(self, session_id: str, owner: str) -> Sequence[int]:
+    async def context_of(self, session_id: str, owner: str) -> Sequence[int]:
         return CONTEXT
 
 
