@@ -47,6 +47,7 @@ from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.runtime.records import Saved
 from fleet_service.runtime.store import StoreError
 from fleet_service.stores.sqlite import SqliteStore
+from fleet_service.stores.sqlite_files import STORE_FILE
 from fleet_service.telemetry.combined import BothFleetObservers, BothRpcObservers
 from fleet_service.telemetry.logging import configure_logging
 from fleet_service.telemetry.metrics import Metrics
@@ -60,9 +61,6 @@ from fleet_service.web.calls import Calls
 from fleet_service.web.door import Door
 from fleet_service.web.page import Page, operators_page, sign_in_by
 from fleet_service.web.stories import Stories
-
-STORE_FILE = "head.db"
-"""Of the folder store.folder."""
 
 _HEALTH_PERIOD_S = 0.5
 # How long streams get to carry their last event out, once every generation has ended.
@@ -218,9 +216,11 @@ async def _kept(config: FleetConfig, stop: StopRequest) -> AsyncIterator[_Kept |
 
     def broken(error: StoreError) -> None:
         stop.failed = f"the head ends, since it can keep nothing any more: {error}"
+        # At once: no stream can end any more.
+        stop.ask()
         stop.ask()
 
-    store = SqliteStore(Path(config.store.folder) / STORE_FILE)
+    store = SqliteStore(Path(config.store.folder) / STORE_FILE, time.time)
     try:
         saved = await store.open()
     except StoreError as error:

@@ -39,7 +39,14 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 REATTACH_GRACE_MS = 10_000
 
 CONNECT_TIMEOUT_S = 10.0
-_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+HEAD_DRAINING = "HEAD_DRAINING"
+# CANCELLED is what a server says to calls that still reach it while it stops.
+_LOST = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+)
 
 _T = TypeVar("_T")
 
@@ -264,7 +271,8 @@ class FleetClient:
                 lost = CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended before the generation did")
             except grpc.aio.AioRpcError as error:
                 lost = decode_error(error)
-                if not finished and not lost.connection_lost:
+                leaves = accepted and lost.reason == HEAD_DRAINING
+                if not finished and not lost.connection_lost and not leaves:
                     raise _outcome(lost) from error
             finally:
                 call.cancel()

@@ -53,13 +53,16 @@ class AdminServicer(admin_grpc.AdminServiceServicer):
     ) -> admin.CordonNodeResponse:
         validate.check_node_request(request)
         node = self._head.cordon_node(request.node, request.note, _who(request, context))
+        await self._head.settled()
         return admin.CordonNodeResponse(node=convert.node_message(node))
 
     async def UncordonNode(
         self, request: admin.UncordonNodeRequest, context: object
     ) -> admin.UncordonNodeResponse:
         validate.check_node_request(request)
-        return admin.UncordonNodeResponse(node=convert.node_message(self._head.uncordon_node(request.node)))
+        node = self._head.uncordon_node(request.node)
+        await self._head.settled()
+        return admin.UncordonNodeResponse(node=convert.node_message(node))
 
     # Streams are coroutines that write, as in fleet_servicer.py.
 
@@ -69,6 +72,7 @@ class AdminServicer(admin_grpc.AdminServiceServicer):
         validate.check_node_request(request)
         progress = self._head.drain_node(request.node, request.note, _who(request, context))
         try:
+            await self._head.settled()
             under_way = True
             while under_way:
                 name, drain = await progress.read()

@@ -166,6 +166,9 @@ class OperatorsHead(Protocol):
 
     async def remove_name(self, entry: str) -> NameInfo: ...
 
+    async def settled(self) -> None:
+        """Return once what was ordered outlives the head."""
+
     def cordon_node(self, ref: str, note: str, by: str) -> NodeInfo: ...
 
     def uncordon_node(self, ref: str) -> NodeInfo: ...

@@ -17,6 +17,7 @@ from fleet_service.cli import (
     nodes,
     serve,
     sessions,
+    store,
     token,
 )
 from fleet_service.cli.options import TlsCa, TlsCert, TlsKey, TokenFile, examples, show
@@ -48,6 +49,7 @@ doctor.register(app)
 conformance.register(app)
 token.register(app)
 access.register(app)
+store.register(app)
 
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it so

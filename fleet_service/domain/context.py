@@ -24,8 +24,8 @@ def crc32_of(ids: array[int], start_crc: int = 0, byteorder: Literal["little", "
 class Context:
     """Token ids in order, each 0..2**32-1. OverflowError for an id outside, and then nothing changes.
 
-    One that is put away has its length and checksum alone, until it is taken out again; what needs the ids
-    raises RuntimeError meanwhile.
+    One that is put away has its length and checksum alone, until it is taken out again; it can grow
+    meanwhile, and what needs the ids raises RuntimeError.
     """
 
     __slots__ = ("_away", "_crc32", "_ids")
@@ -75,9 +75,11 @@ class Context:
 
     def append(self, ids: Iterable[int]) -> None:
         """Add `ids` at the end. Costs O(new tokens)."""
-        self._check_here()
         new = array("I", ids)
-        self._ids.extend(new)
+        if self._away is None:
+            self._ids.extend(new)
+        else:
+            self._away += len(new)
         self._crc32 = crc32_of(new, self._crc32)
 
     def truncate(self, length: int) -> None:

@@ -5,13 +5,14 @@ The table says, per failure class, whose fault it is and what it costs; AttemptB
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from fleet_service.domain.commands import Refusal, RefusalCode
 from fleet_service.domain.epochs import CREDIBLE_TERMS_AHEAD, term_of
 from fleet_service.domain.errors import Reason
-from fleet_service.domain.events import ErrorCause, MoveCause
+from fleet_service.domain.events import ErrorCause, MoveCause, Moved
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
 MAX_ENGINES_TRIED = 2
@@ -153,6 +154,15 @@ def failure_of_refusal(refusal: Refusal, node: str, *, own_term: int) -> Failure
     )
 
 
+_LOSSES = frozenset({MoveCause.LINK_LOST, MoveCause.NODE_SILENT})
+_COUNTED_CAUSES = _LOSSES | {
+    MoveCause.STALLED,
+    MoveCause.SESSION_LOST,
+    MoveCause.ENGINE_ERROR,
+    MoveCause.PROTOCOL_ERROR,
+}
+
+
 class Where(Enum):
     """Where the next attempt goes."""
 
@@ -214,6 +224,13 @@ class AttemptBudget:
             self._too_narrow.add(failure.node)
         cause = self._reason_to_stop(failure, index)
         return GiveUp(cause) if cause is not None else self._next(failure)
+
+    def taken_up(self, index: int, moves: Sequence[Moved]) -> None:
+        """An earlier run of the head came to `index`; `moves` are those that readers were told of."""
+        self._index = index
+        here = [move for move in moves if move.next_index == index and move.cause in _COUNTED_CAUSES]
+        self._without_progress = len(here)
+        self._losses = sum(move.cause in _LOSSES and move.from_node != move.to_node for move in here)
 
     def _progress(self, index: int) -> None:
         self._index = index

@@ -125,8 +125,8 @@ class Attempt:
             self._over = True
             self._reservation.on_lost = None
             self._stall.stop()
-            if self._handle is not None:
-                self._handle.close()
+            if self._handle is not None and not self.generation.left:
+                self._handle.close()  # which cancels it at the node
             # A cancel of this task cancels the future it waits for as well.
             if failure is None and self._ended.done() and not self._ended.cancelled():
                 session.unbind()  # decided while its link was lost: the node may have kept the run

@@ -92,6 +92,10 @@ class Discovery:
 
     # Names
 
+    def restore_removed(self, addresses: Sequence[str]) -> None:
+        """Nodes that an operator had removed before this run of the head."""
+        self._removed |= set(addresses)
+
     async def start(self, entries: Sequence[str]) -> None:
         """Begin with these names; returns once each was looked up and its nodes tried, or after a while."""
         names = [self._begin(entry) for entry in entries]
@@ -256,7 +260,8 @@ class Discovery:
 
     def _apply(self) -> None:
         listed = {name.entry: name.addresses for name in self._names.values()}
-        self._removed.intersection_update(address for each in listed.values() for address in each)
+        if all(name.resolved_at is not None for name in self._names.values()):
+            self._removed.intersection_update(address for each in listed.values() for address in each)
         nodes = self._fleet.nodes
         decided = plan(
             listed,

@@ -64,11 +64,14 @@ class Drains:
         self._wall_clock = wall_clock
         self._spawn = spawn
 
-    def start(self, node: Node, by: str, note: str) -> DrainRecord:
-        """Nothing new is placed on the node from this step on. A drain that there is goes on as it is."""
+    def start(self, node: Node, by: str, note: str, ordered_at: float | None = None) -> DrainRecord:
+        """Nothing new is placed on the node from this step on. A drain that there is goes on as it is.
+
+        `ordered_at`: unix seconds, where it was ordered of an earlier run of the head.
+        """
         if node.drain is not None:
             return node.drain
-        now = self._wall_clock()
+        now = self._wall_clock() if ordered_at is None else ordered_at
         record = DrainRecord(node, by, note, started_at=now)
         node.drain = record
         if not node.cordoned:

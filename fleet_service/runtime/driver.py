@@ -26,6 +26,7 @@ from fleet_service.runtime.place import Place
 from fleet_service.runtime.protocols import NodeLink
 from fleet_service.runtime.records import AttemptStarted, SessionBound
 from fleet_service.runtime.reservation import Grant, Reservation
+from fleet_service.runtime.session import Binding
 
 log = structlog.get_logger(__name__)
 
@@ -53,6 +54,8 @@ class Driver:
         self._fleet = fleet
         self._context = context
         self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
+        moves = [event for _index, event in generation.log.marks if isinstance(event, Moved)]
+        self._budget.taken_up(generation.log.received, moves)
         self._last: Attempt | None = None
         self._kept: Place | None = None
         self._seen_alive = False
@@ -89,16 +92,29 @@ class Driver:
                 break  # it is back, and holds the session no more
             await asyncio.wait({self._fleet.changed()}, timeout=left_s)
         session.was_bound = None
-        binding = session.binding
-        if binding is not None and binding.usable:
+        binding = session.binding if session.binding is not None and session.binding.usable else None
+        goes_on = binding is not None and self._goes_on_by_itself(binding)
+        nothing = Failure(FailureClass.EVICTED, self._was_bound.node if self._was_bound is not None else "")
+        next_step = self._budget.after(nothing, generation.log.received)
+        if binding is not None and (goes_on or isinstance(next_step, TryAgain)):
             try:
-                self._place = self._fleet.reserve_on(binding.node, generation, replays=True)
+                self._place = self._fleet.reserve_on(binding.node, generation, replays=not goes_on)
             except QueueFullError:
                 session.unbind()
             else:
+                if generation.attempts and not goes_on:
+                    session.unbind()  # under the epoch that it had, the node would not run it a second time
+                    session.bind(binding.node, self._fleet.next_epoch)
                 return
-        nothing = Failure(FailureClass.EVICTED, "")
-        await self._place_again(nothing, TryAgain(Where.ANYWHERE, frozenset(), frozenset(), 0))
+        if isinstance(next_step, GiveUp):
+            generation.decide(FinishReason.ERROR, error=next_step.cause)
+        else:
+            await self._place_again(nothing, next_step)
+
+    def _goes_on_by_itself(self, binding: Binding) -> bool:
+        """The node has kept the run, which costs it no prefill, and its lane."""
+        link = binding.node.link
+        return link is not None and link.resumes and self._generation.generation_id in binding.kept_runs
 
     def _let_go(self, reservation: Reservation) -> None:
         """Give a place back; one that was kept elsewhere meanwhile is for the next attempt."""
@@ -126,7 +142,7 @@ class Driver:
             return Failure(FailureClass.DRAINED, node.name)
         session = self._generation.session
         binding = session.bind(node, self._fleet.next_epoch)
-        if not binding.sent:
+        if not binding.sent or binding.overhang:
             bound = SessionBound(session.session_id, node.name, node.incarnation, binding.epoch)
             self._context.journal.put(bound)
         self._generation.attempts += 1
@@ -156,7 +172,7 @@ class Driver:
             self._mark(Started(attempt.node.name, attempt.epoch))
         elif was != (attempt.node.name, attempt.epoch):
             # Of what an earlier run of the head began, the gap counts from when this one took it up.
-            seen_s = last.last_sign_s if last is not None else generation.accepted_s
+            seen_s = last.last_sign_s if last is not None else generation.begun_s
             moved = Moved(
                 from_node=was[0],
                 to_node=attempt.node.name,

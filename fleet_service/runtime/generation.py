@@ -16,7 +16,7 @@ from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.observer import GenerationTrace
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
-from fleet_service.runtime.tokenlog import Reader, TokenLog
+from fleet_service.runtime.tokenlog import Reader, TokenLog, comes_back
 
 # How long an accepted generation under CANCEL waits for its first reader.
 FIRST_READER_S = 10.0
@@ -41,8 +41,9 @@ class Generation:
         on_decided: Callable[[Generation], None],
         journal: Journal | None = None,
         wall_s: float | None = None,
+        age_s: float = 0.0,
     ) -> None:
-        """`wall_s`: what is left of its time, where an earlier run of the head began it."""
+        """`age_s` and `wall_s`: how old it is and what is left of its time, when an earlier run began it."""
         self.generation_id = generation_id
         self.session = session
         self.session_id = session.session_id
@@ -53,10 +54,12 @@ class Generation:
         self.log = TokenLog(Accepted(generation_id, session.session_id), journal)
         self.context_tokens = len(session.context)
         loop = asyncio.get_running_loop()
-        self.accepted_s = loop.time()
+        self.begun_s = loop.time()
+        """When this run of the head took it in hand."""
+        self.accepted_s = self.begun_s - age_s
         if wall_s is None:
             wall_s = settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s
-        self.deadline_s = self.accepted_s + wall_s
+        self.deadline_s = self.begun_s + wall_s
         self.attempts = 0
         self.node = ""  # that of the last attempt
         self.barred: frozenset[str] = frozenset()  # nodes that its failures so far leave out
@@ -76,6 +79,11 @@ class Generation:
         self._nobody_timer: asyncio.TimerHandle | None = None
         self._nobody_reads(first=True)
 
+    @property
+    def left(self) -> bool:
+        """The head's next run goes on with it."""
+        return self._left
+
     def leave(self) -> None:
         """The head ends, and its next run goes on with it: nothing decides it any more."""
         self._left = True
@@ -83,6 +91,14 @@ class Generation:
         self._somebody_reads()
         if self.task is not None:
             self.task.cancel()
+        for reader in list(self._readers):
+            reader.leave()
+
+    def waits_for_readers(self) -> None:
+        """They may come back from now on, as to one that has just begun."""
+        if not self._readers and self.finished is None:
+            self._somebody_reads()
+            self._nobody_reads(first=True)
 
     def was_decided(self, finished: Finished) -> None:
         """An earlier run of the head decided it."""
@@ -115,10 +131,10 @@ class Generation:
             return
         taken, end = self.rules.accept(token_ids)
         if taken:
-            if self._first_token_s is None:
+            if not self.log.received:
                 self._first_token_s = now_s
                 self.trace.first_token()
-            elif now_s - self._last_token_s > self._longest_gap_s:
+            elif self._last_token_s and now_s - self._last_token_s > self._longest_gap_s:
                 self._longest_gap_s = now_s - self._last_token_s
             self._last_token_s = now_s
             self.log.append(token_ids if taken == len(token_ids) else token_ids[:taken])
@@ -199,7 +215,12 @@ class Generation:
     # Readers
 
     def attach(self, from_index: int = 0) -> Reader:
-        """A reader from `from_index` on. Raises FleetError INDEX_OUT_OF_RANGE or LIMIT_EXCEEDED."""
+        """A reader from `from_index` on.
+
+        Raises FleetError INDEX_OUT_OF_RANGE, LIMIT_EXCEEDED or HEAD_DRAINING.
+        """
+        if self._left:
+            raise comes_back(from_index)
         if from_index > self.log.visible:
             raise FleetError(
                 Reason.INDEX_OUT_OF_RANGE,

@@ -19,7 +19,7 @@ from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.ids import Ids
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.observer import FleetObserver, GenerationInfo
+from fleet_service.runtime.observer import FleetObserver, GenerationInfo, NullGenerationTrace
 from fleet_service.runtime.records import (
     CancelHeld,
     GenerationEnded,
@@ -67,6 +67,10 @@ class Generations:
     @property
     def running(self) -> Sequence[Generation]:
         return list(self._running.values())
+
+    def knows(self, generation_id: str) -> bool:
+        """Whether there is such a generation, running or lately finished."""
+        return generation_id in self._by_id
 
     def running_one(self, generation_id: str) -> Generation | None:
         """The generation while it has not ended."""
@@ -156,10 +160,11 @@ class Generations:
 
     def restore(self, saved: SavedGeneration, session: Session) -> Generation:
         """A generation as an earlier run of the head left it; one that has not ended is still to go on."""
-        started = saved.started
+        started, now = saved.started, self._wall_clock()
         rules = OutputRules(frozenset(started.eos_token_ids), started.spec.stop, started.max_new_tokens)
         _taken, end = rules.accept(saved.token_ids)
         finished = saved.ended.finished if saved.ended is not None else None
+        info = self._info(session, started.generation_id, started.spec, started.max_new_tokens)
         generation = Generation(
             started.generation_id,
             session,
@@ -167,19 +172,19 @@ class Generations:
             self._settings,
             sampling=started.sampling,
             rules=rules,
-            trace=self._observer.generation_started(
-                self._info(session, started.generation_id, started.spec, started.max_new_tokens), None
-            ),
+            trace=NullGenerationTrace() if finished else self._observer.generation_started(info, None),
             on_decided=self._decided,
             journal=self._journal,
-            wall_s=started.deadline_at - self._wall_clock(),
+            age_s=max(0.0, now - started.accepted_at),
+            # A clock that was set back gives it no more than its whole time.
+            wall_s=started.deadline_at - max(now, started.accepted_at),
         )
         generation.log.restore(saved.token_ids, saved.marks, finished)
         generation.context_tokens, generation.attempts = started.context_tokens, saved.attempts
         self._by_id[generation.generation_id] = generation
-        if finished is not None:
-            generation.was_decided(finished)
-            self._keep_for_a_while(generation)
+        if saved.ended is not None:
+            generation.was_decided(saved.ended.finished)
+            self._keep_for_a_while(generation, now - saved.ended.ended_at)
             return generation
         self._running[generation.generation_id] = generation
         session.generates(generation.generation_id)
@@ -308,11 +313,11 @@ class Generations:
         if session.ephemeral:
             self._after_winding_down(session, lambda: self._sessions.remove(session))
         elif not session.finished:
-            self._sessions.touch(session)
+            self._sessions.used(session)
 
-    def _keep_for_a_while(self, generation: Generation) -> None:
+    def _keep_for_a_while(self, generation: Generation, ended_ago_s: float = 0.0) -> None:
         settings = self._settings
-        self._finished.append((self._loop.time() + settings.finished_kept_s, generation))
+        self._finished.append((self._loop.time() + settings.finished_kept_s - ended_ago_s, generation))
         self._finished_tokens += generation.log.received
         while (
             len(self._finished) > settings.max_generations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
@@ -34,9 +35,10 @@ from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.runtime.operators import Operators
 from fleet_service.runtime.protocols import Dialer, Resolver
 from fleet_service.runtime.records import RequestAnswered, Saved
-from fleet_service.runtime.recovery import Recovery, addresses_after
+from fleet_service.runtime.recovery import Recovery, addresses_after, term_after
 from fleet_service.runtime.sessions import Sessions, unavailable
 from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
+from fleet_service.runtime.store import StoreError
 from fleet_service.runtime.tender import Tender
 from fleet_service.runtime.views import CancelResult, ModelSummary, RequestKey, SessionView
 from fleet_service.runtime.watch import FleetWatch
@@ -73,7 +75,7 @@ class Head:
         self._background: set[asyncio.Task[None]] = set()
         self._tender_task: asyncio.Task[None] | None = None
         self._draining = False
-        self.fleet = Fleet(settings, loop.time, max(int(wall_clock()), saved.term + 1), observer)
+        self.fleet = Fleet(settings, loop.time, term_after(saved, int(wall_clock())), observer)
         self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock, self.journal)
         self.nodes = Nodes(self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self._met)
         context = AttemptContext(
@@ -119,6 +121,7 @@ class Head:
             self.discovery,
             self.drains,
             self._watch,
+            saved.marks,
         )
         self._wall_clock = wall_clock
         self._ledger = RequestLedger(loop.time, settings.request_id_kept_s, settings.max_request_ids)
@@ -126,6 +129,7 @@ class Head:
             saved, self.sessions, self.generations, self._ledger, wall_clock, self.drains.start
         )
         self._listed = saved.listed
+        self.discovery.restore_removed([address for address, there in saved.listed.items() if not there])
         self._recovery.restore()
         self.tender = Tender(
             self.fleet,
@@ -150,6 +154,7 @@ class Head:
         self.nodes.tell_unanswered(*nodes)
         # After those: a node that has an address of its own here is known by that one.
         await self.discovery.start([address for address in addresses if is_name(address)])
+        self._recovery.callers_may_come()
 
     def drain(self) -> None:
         """Take no more new work; what runs goes on."""
@@ -165,7 +170,7 @@ class Head:
         await self.generations.let_go(grace_s)
         self._watch.close()
         await self.discovery.stop()
-        await self.nodes.stop()
+        await self.nodes.stop(comes_back=self.journal.keeps)
         tasks = list(self._background)
         if self._tender_task is not None:
             tasks.append(self._tender_task)
@@ -316,13 +321,21 @@ class Head:
         return await self._ledger.once(key, make_and_keep)
 
     async def _settled(self, answer: T) -> T:
-        await self.journal.settled()
+        try:
+            await self.journal.settled()
+        except StoreError as error:
+            raise unavailable() from error
         return answer
 
     def _met(self, node: Node, held: Sequence[HeldSession]) -> Sequence[HeldSession]:
         """A node is connected: what of what it holds it should not."""
-        self._recovery.node_is_back(node)
-        return self.sessions.orphans(node, held)
+        self.journal.put(*self._recovery.node_is_back(node))
+        return self.sessions.orphans(node, [self._unless_unknown(each) for each in held])
+
+    def _unless_unknown(self, held: HeldSession) -> HeldSession:
+        """A run that an earlier head began and did not keep: its id may come again, and mean another run."""
+        known = all(self.generations.knows(generation_id) for generation_id in held.generation_ids)
+        return held if known else replace(held, fenced=True)
 
     def _check_store(self) -> None:
         if self.journal.trouble is not None:

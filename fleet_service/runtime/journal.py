@@ -17,7 +17,7 @@ import structlog
 from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
 from fleet_service.runtime.records import Record, TokensDelivered
-from fleet_service.runtime.store import SessionStore, StoreError
+from fleet_service.runtime.store import SessionStore, StoreError, StoreTrouble
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class Journal(Protocol):
         """A log has ended: write its rest, before what ends it, and show the end once it may be."""
 
     async def settled(self) -> None:
-        """Return once all that was put so far may be seen."""
+        """Return once all that was put so far may be seen. Raises StoreError when it never will be."""
 
     async def context(self, session_id: str) -> array[int]:
         """The ids of a context that was put away. Raises StoreError."""
@@ -116,10 +116,13 @@ class StoreJournal:
         self._records: list[Record] = []
         self._logs: dict[str, WrittenLog] = {}
         self._then: list[Callable[[], None]] = []
+        self._waiting: list[asyncio.Future[None]] = []
         self._news = asyncio.Event()
         self._stopping = False
+        self._writing = False
         self._task: asyncio.Task[None] | None = None
         self._trouble: StoreError | None = None
+        self._ended = False
 
     @property
     def trouble(self) -> StoreError | None:
@@ -147,6 +150,8 @@ class StoreJournal:
         self._news.set()
 
     async def context(self, session_id: str) -> array[int]:
+        if (self._records or self._writing) and self._trouble is None:
+            await self._written()
         return await self._store.context(session_id)
 
     def then(self, action: Callable[[], None]) -> None:
@@ -160,9 +165,15 @@ class StoreJournal:
     async def settled(self) -> None:
         if not self._strict:
             return
-        seen = asyncio.Event()
-        self.then(seen.set)
-        await seen.wait()
+        await self._written()
+
+    async def _written(self) -> None:
+        if self._ended:
+            raise self._trouble or _nothing_more()
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(written)
+        self._news.set()
+        await written
 
     async def stop(self) -> None:
         """Write what is left, as far as the store takes it, and end."""
@@ -179,8 +190,13 @@ class StoreJournal:
             if not self._strict and not self._stopping:
                 await asyncio.sleep(RELAXED_S)
             self._news.clear()
-            if not await self._write_what_is_ready() or self._stopping:
-                return
+            # At the end, what came while the last batch was written is written too.
+            if not await self._write_what_is_ready() or (self._stopping and not self._news.is_set()):
+                break
+        self._ended = True
+        for written in self._waiting:
+            if not written.done():
+                written.set_exception(self._trouble or _nothing_more())
 
     async def _write_what_is_ready(self) -> bool:
         """Whether the store goes on."""
@@ -188,13 +204,20 @@ class StoreJournal:
         self._logs = {}
         batch, self._records = self._records, []
         then, self._then = self._then, []
+        waiting, self._waiting = self._waiting, []
+        self._writing = bool(batch)
         if batch and not await self._keep(batch):
+            self._waiting += waiting
             return False
+        self._writing = False
         if self._strict:
             for tokens, visible in shown:
                 tokens.show(visible)
         for action in then:
             action()
+        for written in waiting:
+            if not written.done():  # who waited for it may be gone
+                written.set_result(None)
         return True
 
     def _take_rest(self, tokens: WrittenLog) -> int:
@@ -209,10 +232,20 @@ class StoreJournal:
     async def _keep(self, batch: list[Record]) -> bool:
         """Write until it is written; False when it never will be."""
         try:
-            await self._store.write(batch, sync=self._strict)
+            await self._write(batch)
         except StoreError as first:
             return await self._keep_trying(batch, first)
         return True
+
+    async def _write(self, batch: list[Record]) -> None:
+        try:
+            await self._store.write(batch, sync=self._strict)
+        except StoreError:
+            raise
+        except Exception as error:
+            # A fault of this program: if only this task ended, streams would wait for ever.
+            log.exception("store_fault")
+            raise StoreError(StoreTrouble.CORRUPT, f"a change could not be written: {error!r}") from error
 
     async def _keep_trying(self, batch: list[Record], first: StoreError) -> bool:
         self._trouble = first
@@ -227,12 +260,17 @@ class StoreJournal:
         try:
             if not first.may_pass:
                 raise first
-            await retrying(self._store.write, batch, sync=self._strict)
+            await retrying(self._write, batch)
         except StoreError as error:
-            log.exception("store_given_up", trouble=error.trouble.value, changes=len(batch))
+            self._trouble = error
+            log.error("store_given_up", error=str(error), trouble=error.trouble.value, changes=len(batch))  # noqa: TRY400 - it says all
             if not self._stopping:
                 self._broken(error)
             return False
         log.info("store_works_again")
         self._trouble = None
         return True
+
+
+def _nothing_more() -> StoreError:
+    return StoreError(StoreTrouble.UNAVAILABLE, "the head has ended, and keeps nothing more")

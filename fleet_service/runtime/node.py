@@ -356,5 +356,9 @@ class Node:
         """The node confirmed a binding, which starts or renews the lease of its term."""
         self.leases[term_of(epoch)] = self._clock()
 
+    def adopted(self, epoch: int) -> None:
+        """It holds a binding of an earlier run of the head, whose lease may be about to run out."""
+        self.leases.setdefault(term_of(epoch), self._clock() - self._settings.lease_renew_s)
+
     def count_failure(self, kind: FailureClass) -> None:
         self.failures[kind.value] += 1

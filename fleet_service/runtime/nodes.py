@@ -134,13 +134,16 @@ class Nodes:
         await self._end_lease(node)
         await self._stop_tasks([node])
 
-    async def stop(self) -> None:
-        """Give the nodes what is owed to them, then let go of all. Who dials in from now on is refused."""
+    async def stop(self, *, comes_back: bool = False) -> None:
+        """Give the nodes what is owed to them, then let go of all. Who dials in from now on is refused.
+
+        `comes_back`: the next run of the head takes up what they hold; if none comes, their leases run out.
+        """
         self._stopping = True
         nodes = list(self._tasks)
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await asyncio.gather(*map(self._end_lease, nodes))
+                await asyncio.gather(*(self._end_lease(node) for node in nodes if not comes_back))
         except TimeoutError:
             log.info("farewell_incomplete", nodes=len(nodes))
         await self._stop_tasks(nodes)

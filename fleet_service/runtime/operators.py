@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from fleet_service.domain.errors import FleetError, Reason, invalid
 from fleet_service.domain.node_types import ModelInfo, NodeHello
@@ -16,10 +17,11 @@ from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.protocols import LinkError
-from fleet_service.runtime.records import NodeListed
-from fleet_service.runtime.recovery import mark_of
+from fleet_service.runtime.records import NodeListed, NodeMarked
+from fleet_service.runtime.recovery import ENDED, marks_of
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.store import StoreError
 from fleet_service.runtime.views import (
     Explanation,
     ModelSummary,
@@ -46,7 +48,10 @@ class Operators:
         discovery: Discovery,
         drains: Drains,
         watch: FleetWatch,
+        orders: dict[str, NodeMarked],
     ) -> None:
+        """`orders`: cordons and drains of nodes that have not come back since an earlier run, by name."""
+        self._orders = orders
         self._journal = journal
         self._fleet = fleet
         self._nodes = nodes
@@ -88,6 +93,12 @@ class Operators:
 
     # Changing
 
+    async def settled(self) -> None:
+        """Return once what was ordered outlives the head; at once while nothing can be kept: it is done."""
+        if self._journal.trouble is None:
+            with suppress(StoreError):
+                await self._journal.settled()
+
     async def add_node(self, address: str) -> NodeInfo:
         """Take a node in, answering after the first try. Raises NODE_ALREADY_EXISTS, LIMIT_EXCEEDED."""
         if self._fleet.find(address) is not None:
@@ -106,6 +117,7 @@ class Operators:
         node = self._nodes.add(address)
         self._journal.put(NodeListed(address))
         await self._nodes.first_try(node)
+        await self.settled()
         return self._watch.info(node)
 
     async def remove_node(self, ref: str) -> NodeInfo:
@@ -113,27 +125,30 @@ class Operators:
         node = self._find(ref)
         info = self._watch.info(node)
         self._discovery.operator_removes(node)
-        self._journal.put(NodeListed(node.address, listed=False))
+        self._journal.put(NodeListed(node.address, listed=False), *marks_of(node, gone=True))
         if not node.removed:  # by then it may have been forgotten anyway
             await self._nodes.remove(node)
+        await self.settled()
         return info
 
     async def add_name(self, entry: str) -> NameInfo:
         """Take in all addresses of a name (dns:///name:port). Raises NODE_ALREADY_EXISTS, LIMIT_EXCEEDED."""
         info = await self._discovery.add(entry)
         self._journal.put(NodeListed(entry))
+        await self.settled()
         return info
 
     async def remove_name(self, entry: str) -> NameInfo:
         """Take a name out, with the nodes that only it lists. Raises NODE_NOT_FOUND."""
         info = await self._discovery.remove(entry)
         self._journal.put(NodeListed(entry, listed=False))
+        await self.settled()
         return info
 
     def cordon_node(self, ref: str, note: str, by: str = "") -> NodeInfo:
         node = self._find(ref)
         self._drains.cordon(node, by, note)
-        self._journal.put(mark_of(node))
+        self._journal.put(*marks_of(node))
         return self._watch.info(node)
 
     def uncordon_node(self, ref: str) -> NodeInfo:
@@ -141,7 +156,11 @@ class Operators:
         node = self._find(ref)
         self._drains.end(node)
         node.uncordon()
-        self._journal.put(mark_of(node))
+        if node.ever_heard:
+            self._journal.put(*marks_of(node))
+        else:  # it may have been ordered by an identity that is not known yet
+            ended = self._orders[node.address] = NodeMarked(node.address, ENDED)
+            self._journal.put(ended)
         return self._watch.info(node)
 
     def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
@@ -149,7 +168,7 @@ class Operators:
         node = self._find(ref)
         leave = self._watch.enter()
         drain = self._drains.start(node, by, note)
-        self._journal.put(mark_of(node))
+        self._journal.put(*marks_of(node))
         return DrainProgress(drain, self._watch.stopping, leave)
 
     def watch_fleet(self, *, with_turns: bool) -> Watcher:

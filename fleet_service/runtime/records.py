@@ -150,7 +150,10 @@ class NodeListed:
 
 @dataclass(frozen=True, slots=True)
 class NodeMarked:
-    """An operator cordons or drains a node (`mark` "cordon" or "drain"), or ends that ("")."""
+    """An operator cordons or drains a node (`mark` "cordon" or "drain"), or ends that ("").
+
+    "ended": the same for a node whose identity, by which it may be marked, is not known.
+    """
 
     node: str
     mark: str

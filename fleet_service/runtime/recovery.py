@@ -1,15 +1,19 @@
 """A head that starts again: what an earlier run wrote down is taken up (design: Nothing is lost).
 
-Sessions come back without their contexts, which are read when they are used. Generations that had not ended go
-on: on the node that had them, at the next index, if it still has them; else as after the loss of a node.
+Sessions come back without their contexts, which are read when they are used. Generations that had not ended
+go on: on the node that had them, at the next index, if it still has them; else as after the loss of a node.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
 
+from fleet_service.domain.epochs import term_of
+from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.events import ErrorCause, FinishReason
 from fleet_service.domain.specs import Sampling, SessionSpec
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
@@ -23,6 +27,12 @@ from fleet_service.runtime.views import RequestKey
 
 log = structlog.get_logger(__name__)
 
+ENDED = "ended"
+"""The mark of a node that had not come back when an operator ended what there was."""
+
+READ_AGAIN_S = 0.5
+"""How long after a store could not read something it is asked again, where that may pass."""
+
 
 class Recovery:
     """Takes up what is saved, once. `drain` starts a drain as it was ordered."""
@@ -34,7 +44,7 @@ class Recovery:
         generations: Generations,
         ledger: RequestLedger,
         wall_clock: Callable[[], float],
-        drain: Callable[[Node, str, str], object],
+        drain: Callable[[Node, str, str, float], object],
     ) -> None:
         self._saved = saved
         self._sessions = sessions
@@ -49,16 +59,21 @@ class Recovery:
     def restore(self) -> None:
         """Everything but what runs, in one step: from here on callers find what is theirs."""
         saved = self._saved
-        for kept in saved.sessions.values():
+        for kept in sorted(saved.sessions.values(), key=lambda each: each.kept.number):
             self._sessions.restore(kept)
+        self._sessions.restored()
         ended = [each for each in saved.generations.values() if each.ended is not None]
         for generation in sorted(ended, key=lambda each: each.ended.ended_at if each.ended else 0.0):
             self._generations.restore(generation, self._session_of(generation))
         for generation in saved.generations.values():
             if generation.ended is None:
                 session = self._session_of(generation)
-                self._unfinished.append(self._generations.restore(generation, session))
-        for held in saved.cancels.values():
+                restored = self._generations.restore(generation, session)
+                if saved.torn:
+                    _end_unsure(restored)
+                self._unfinished.append(restored)
+        self._finish_answered(saved)
+        for held in sorted(saved.cancels.values(), key=lambda each: each.until):
             self._generations.restore_cancel(held)
         now = self._wall_clock()
         for answered in sorted(saved.requests.values(), key=lambda each: each.until):
@@ -72,20 +87,48 @@ class Recovery:
         """Drive what had not ended, now that the nodes are being dialed."""
         unfinished, self._unfinished = self._unfinished, []
         for generation in unfinished:
-            try:
-                await self._sessions.here(generation.session)
-            except StoreError:
-                log.exception("generation_not_taken_up", generation=generation.generation_id)
+            await self._read_context(generation)
             self._generations.go_on(generation)
 
-    def node_is_back(self, node: Node) -> None:
-        """Carry out what operators had ordered of it."""
-        mark = self.marks.pop(node.name, None)
+    async def _read_context(self, generation: Generation) -> None:
+        """Until it is read or the generation is decided: by that the store cannot read it, or by its time."""
+        while generation.finished is None:
+            try:
+                await self._sessions.here(generation.session)
+            except FleetError as error:
+                cause = error.__cause__
+                if not isinstance(cause, StoreError) or not cause.may_pass:
+                    log.warning("generation_not_taken_up", generation=generation.generation_id)
+                    generation.fail(error)
+                    return
+                await asyncio.sleep(READ_AGAIN_S)
+            else:
+                return
+
+    def callers_may_come(self) -> None:
+        """The head serves: readers have their time to return from now on."""
+        for generation in self._generations.running:
+            generation.waits_for_readers()
+
+    def node_is_back(self, node: Node) -> list[NodeMarked]:
+        """Carry out what operators had ordered of it, by its identity or address; what changes by that."""
+        marks = [self.marks.pop(name, None) for name in (node.name, node.address)]
+        if any(mark is not None and mark.mark == ENDED for mark in marks):
+            return marks_of(node)
+        mark = next((mark for mark in marks if mark is not None), None)
         if mark is None or node.cordoned:
-            return
+            return []
         node.cordon(mark.by, mark.note, mark.at)
         if mark.mark == "drain":
-            self._drain(node, mark.by, mark.note)
+            self._drain(node, mark.by, mark.note, mark.at)
+        return []
+
+    def _finish_answered(self, saved: Saved) -> None:
+        """A session for one answer ends with that; the head may have died before it came to it."""
+        for session_id, kept in saved.sessions.items():
+            session = self._sessions.known(session_id)
+            if kept.kept.ephemeral and session is not None and not session.generation_id:
+                self._sessions.remove(session)
 
     def _session_of(self, generation: SavedGeneration) -> Session:
         """Its session, or what stands for one that is over."""
@@ -106,13 +149,35 @@ class Recovery:
         return gone
 
 
+def _end_unsure(generation: Generation) -> None:
+    """What readers were given may go on beyond what is kept here, so nothing may be added to it."""
+    cause = ErrorCause(
+        Reason.DATA_LOSS,
+        "the head was started on a copy of its store that may lack the newest tokens",
+        {"nextIndex": str(generation.log.received)},
+    )
+    generation.decide(FinishReason.ERROR, error=cause)
+
+
+def term_after(saved: Saved, unix_s: int) -> int:
+    """A term above that of every earlier run, and of every epoch it gave."""
+    bound = (each.bound.epoch for each in saved.sessions.values() if each.bound is not None)
+    return max(unix_s, saved.term + 1, term_of(max(bound, default=0)) + 1)
+
+
 def addresses_after(configured: tuple[str, ...], listed: dict[str, bool]) -> list[str]:
     """The addresses and names to start with: those of the settings, as operators changed them since."""
     kept = [address for address in configured if listed.get(address, True)]
     return kept + [address for address, there in listed.items() if there and address not in kept]
 
 
-def mark_of(node: Node) -> NodeMarked:
-    """What operators want of a node, as a record."""
-    mark = "drain" if node.drain is not None else "cordon" if node.cordoned else ""
-    return NodeMarked(node.name, mark, node.cordoned_by, node.cordoned_at or 0.0, node.cordon_note)
+def marks_of(node: Node, *, gone: bool = False) -> list[NodeMarked]:
+    """What operators want of a node, as records: by its name, and no more by the address it had before."""
+    drain = node.drain
+    if gone or not node.cordoned:
+        named = NodeMarked(node.name, "")
+    elif drain is not None:
+        named = NodeMarked(node.name, "drain", drain.by, drain.started_at, drain.note)
+    else:
+        named = NodeMarked(node.name, "cordon", node.cordoned_by, node.cordoned_at or 0.0, node.cordon_note)
+    return [named] if node.name == node.address else [named, NodeMarked(node.address, "")]

@@ -23,7 +23,8 @@ class Binding:
 
     `sent`: an Assign may have reached the node, so leaving owes a revoke. `assigned`: the node confirmed it.
     `synced_tokens`: how much of the context the node holds, None while an answer is outstanding.
-    `overhang`: the node holds more behind that, which has been cut here since.
+    `overhang`: the node holds more behind that, which has been cut here since. `kept_runs`: generations of an
+    earlier run of the head that the node had kept.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Binding:
         "_generates",
         "assigned",
         "epoch",
+        "kept_runs",
         "life",
         "node",
         "overhang",
@@ -46,6 +48,7 @@ class Binding:
         self.assigned = False
         self.synced_tokens: int | None = 0
         self.overhang = False
+        self.kept_runs: tuple[str, ...] = ()
         self._commands = 0
         self._generates = generates
         node.sessions += 1
@@ -84,10 +87,11 @@ class Binding:
         self.synced_tokens = length
         self.overhang = False
 
-    def adopted(self, held_tokens: int, tokens: int, own_term: int) -> None:
-        """It goes on from an earlier run of the head, which gave the node commands of ids that are not known."""
+    def adopted(self, held: HeldSession, tokens: int, own_term: int) -> None:
+        """It goes on from an earlier run of the head, whose command ids are not known."""
         self.sent = self.assigned = True
-        self.synced_tokens, self.overhang = min(held_tokens, tokens), held_tokens > tokens
+        self.synced_tokens, self.overhang = min(held.context_length, tokens), held.context_length > tokens
+        self.kept_runs = held.generation_ids
         # Above every id that any run could have come to: terms rise from run to run.
         self._commands = own_term << _COMMAND_BITS
 
@@ -164,10 +168,11 @@ class Session:
         if binding is not None and binding.node is node and binding.valid:
             return binding
         self.unbind()
+        self.was_bound = None
         self.binding = Binding(node, next_epoch(), generates=bool(self.generation_id))
         return self.binding
 
-    def adopt(self, node: Node, held: HeldSession, own_term: int) -> None:
+    def adopt(self, node: Node, held: HeldSession, own_term: int) -> bool:
         """Bind it again where an earlier run of the head had it, if the node still holds just that."""
         was = self.was_bound
         here = was is not None and (was.node, was.incarnation, was.epoch) == (
@@ -176,12 +181,13 @@ class Session:
             held.epoch,
         )
         if not here or self.binding is not None or self.parked:
-            return
+            return False
         self.was_bound = None
         binding = Binding(node, held.epoch, generates=bool(self.generation_id))
-        binding.adopted(held.context_length, len(self.context), own_term)
+        binding.adopted(held, len(self.context), own_term)
         self.binding = binding
-        node.assigned(held.epoch)
+        node.adopted(held.epoch)
+        return True
 
     def take_binding(self, binding: Binding) -> None:
         """Leave the node for one that `binding` was made on beforehand."""

@@ -6,6 +6,7 @@ Which operation is allowed when is domain/session_table.py; here it is carried o
 from __future__ import annotations
 
 import asyncio
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,7 +24,13 @@ from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.ids import Ids
 from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.records import ContextExtended, SavedSession, SessionGone, SessionKept
+from fleet_service.runtime.records import (
+    ContextExtended,
+    SavedSession,
+    SessionBound,
+    SessionGone,
+    SessionKept,
+)
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.store import StoreError
@@ -62,9 +69,10 @@ class Sessions:
         self._last_number = 0
         self._context_tokens = 0
         self._parked = 0
-        # Both by last use, the longest unused first, so that housekeeping costs what it does.
+        # Both by last use, the longest unused first, so that housekeeping costs what it does. Awake: those
+        # bound to a node, or with a context that need not be here.
         self._by_use: OrderedDict[str, Session] = OrderedDict()
-        self._bound_by_use: OrderedDict[str, Session] = OrderedDict()
+        self._awake_by_use: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -127,13 +135,16 @@ class Sessions:
         self._context_tokens += len(session.context)
         self._by_number[session.number] = session
         self._numbers.append(session.number)
-        self._journal.put(self._kept(session))
+        self.used(session)
         if len(session.context):
-            self._journal.put(extended(session, 0))
-        self.touch(session)
+            context = session.context
+            self._journal.put(ContextExtended(session.session_id, 0, context.token_ids(), context.crc32))
 
     def restore(self, saved: SavedSession) -> Session:
-        """A session as an earlier run of the head left it: its context stays away until it is used."""
+        """A session as an earlier run of the head left it: its context stays away until it is used.
+
+        By their numbers; `restored` follows the last.
+        """
         kept = saved.kept
         session = Session(
             kept.session_id,
@@ -152,8 +163,14 @@ class Sessions:
         self._parked += session.parked
         self._by_number[session.number] = session
         self._numbers.append(session.number)
-        self.touch(session)
+        session.last_used_at = kept.last_used_at
+        session.last_used_s -= max(0.0, self._wall_clock() - kept.last_used_at)
         return session
+
+    def restored(self) -> None:
+        """All are back: put them in order of their last use."""
+        for session in sorted(self._by_id.values(), key=lambda each: each.last_used_s):
+            self._by_use[session.session_id] = session
 
     async def here(self, session: Session) -> Session:
         """The session, with its context. Raises STORE_UNAVAILABLE."""
@@ -163,6 +180,7 @@ class Sessions:
             except (StoreError, KeyError, ValueError) as error:
                 log.exception("context_not_read", session=session.session_id)
                 raise unavailable() from error
+            self._wake(session)
         return session
 
     def _kept(self, session: Session) -> SessionKept:
@@ -202,9 +220,20 @@ class Sessions:
         self._by_use.move_to_end(session.session_id)
         if self._is_drained(session):
             self._leave_drained(session)
-        elif session.binding is not None:
-            self._bound_by_use[session.session_id] = session
-            self._bound_by_use.move_to_end(session.session_id)
+        else:
+            self._wake(session)
+
+    def _wake(self, session: Session) -> None:
+        """It may be put to rest again when it has not been used for long."""
+        if session.binding is not None or (self._journal.keeps and not session.context.is_away):
+            self._awake_by_use[session.session_id] = session
+            self._awake_by_use.move_to_end(session.session_id)
+
+    def used(self, session: Session) -> None:
+        """It was used just now, which is to outlive the head."""
+        self.touch(session)
+        if session.session_id in self._by_id:
+            self._journal.put(self._kept(session))
 
     def page(
         self,
@@ -271,17 +300,16 @@ class Sessions:
         if too_long is not None:
             raise too_long
         self._change_context(session, base, token_ids)
-        self.touch(session)
+        self.used(session)
         return session.view()
 
     async def park(self, session_id: str, owner: str | None = None) -> SessionView:
         session = await self.settled(session_id, owner)
         apply(session.state, SessionOp.PARK, session_id=session_id)
-        self._leave_node(session)
+        self._rest(session)
         self._parked += not session.parked
         session.parked = True
-        self.touch(session)
-        self._journal.put(self._kept(session))
+        self.used(session)
         return session.view()
 
     async def resume(self, session_id: str, owner: str | None = None) -> SessionView:
@@ -290,8 +318,7 @@ class Sessions:
         self._fleet.bind(session, self._fleet.session_demand(session))
         self._parked -= session.parked
         session.parked = False
-        self.touch(session)
-        self._journal.put(self._kept(session))
+        self.used(session)
         return session.view()
 
     def remove(self, session: Session) -> SessionView:
@@ -321,8 +348,8 @@ class Sessions:
         own = [each for each in held if each.head_id == self._settings.head_id]
         for each in own:
             session = self._by_id.get(each.session_id)
-            if session is not None and not each.fenced:
-                session.adopt(node, each, self._fleet.term)
+            if session is not None and not each.fenced and session.adopt(node, each, self._fleet.term):
+                self._wake(session)
         return [each for each in own if not self._is_bound(node, each)]
 
     def _is_bound(self, node: Node, held: HeldSession) -> bool:
@@ -334,7 +361,7 @@ class Sessions:
 
     def unbind_idle(self, now_s: float) -> int:
         """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
-        return self._sweep(self._bound_by_use, now_s - self._settings.idle_unbind_s, self._rest)
+        return self._sweep(self._awake_by_use, now_s - self._settings.idle_unbind_s, self._rest)
 
     def expire(self, now_s: float) -> int:
         """Remove what was not used for `session_expiry_s`; O(what is removed)."""
@@ -358,8 +385,8 @@ class Sessions:
 
     async def leave_drained(self, node: Node) -> None:
         """Unbind the idle sessions of a node that is being drained; others have their turn in between."""
-        for number, session_id in enumerate(list(self._bound_by_use), start=1):
-            session = self._bound_by_use.get(session_id)
+        for number, session_id in enumerate(list(self._awake_by_use), start=1):
+            session = self._awake_by_use.get(session_id)
             if session is not None and self._is_drained(session, node):
                 self._leave_drained(session)
             if number % LEAVE_AT_ONCE == 0:
@@ -378,6 +405,7 @@ class Sessions:
         if binding is not None and binding.node.drain is not None:
             binding.node.drain.unbound += 1
         self._leave_node(session)
+        self._wake(session)
 
     async def settled(self, session_id: str, owner: str | None) -> Session:
         """The session, with nothing of its last generation under way, and with its context."""
@@ -394,17 +422,23 @@ class Sessions:
 
     def _leave_node(self, session: Session) -> None:
         session.unbind()
-        self._bound_by_use.pop(session.session_id, None)
+        self._awake_by_use.pop(session.session_id, None)
 
     def _change_context(self, session: Session, base: int, token_ids: Sequence[int]) -> None:
         binding = session.binding
         if binding is not None:
             binding.cut(base)
         before = len(session.context)
-        session.context.truncate(base)
+        if base < before:
+            session.context.truncate(base)
+            if session.was_bound is not None or (binding is not None and binding.overhang):
+                # What the node holds is of no use to a run of the head that does not know of the cut.
+                session.was_bound = None
+                self._journal.put(SessionBound(session.session_id))
         session.context.append(token_ids)
         if session.session_id in self._by_id:  # one for an answer that ended at once never was
-            self._journal.put(extended(session, base))
+            crc32 = session.context.crc32
+            self._journal.put(ContextExtended(session.session_id, base, array("I", token_ids), crc32))
         self._context_tokens += len(session.context) - before
         if binding is not None:
             window = window_tokens(binding.node, session.spec.model)
@@ -442,12 +476,6 @@ class Sessions:
         """Drop the numbers of removed sessions once they are the greater part."""
         if len(self._numbers) > 64 and len(self._numbers) > 2 * len(self._by_number):
             self._numbers = [number for number in self._numbers if number in self._by_number]
-
-
-def extended(session: Session, base_length: int) -> ContextExtended:
-    """The record of what a context has from `base_length` on."""
-    context = session.context
-    return ContextExtended(session.session_id, base_length, context.tail(base_length), context.crc32)
 
 
 def unavailable() -> FleetError:

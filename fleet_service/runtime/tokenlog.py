@@ -10,6 +10,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
+from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Accepted, Event, Finished, Moved, Started, Tokens
 from fleet_service.runtime.journal import Journal, NoJournal
 
@@ -165,7 +166,7 @@ class Cursor:
 class Reader:
     """A cursor that can be awaited. `on_close` is called once, when the reader goes."""
 
-    __slots__ = ("_closed", "_cursor", "_log", "_on_close", "_waiter")
+    __slots__ = ("_closed", "_cursor", "_left", "_log", "_on_close", "_waiter")
 
     def __init__(self, log: TokenLog, from_index: int, on_close: Callable[[Reader], None]) -> None:
         self._log = log
@@ -173,21 +174,32 @@ class Reader:
         self._on_close = on_close
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self._left = False
         log.subscribe(self._wake)
 
     async def read(self) -> list[Event]:
-        """Everything new, waiting for something. Raises RuntimeError after the terminal event or close()."""
+        """Everything new, waiting for something.
+
+        Raises RuntimeError after the terminal event or close(), FleetError HEAD_DRAINING after leave().
+        """
         while True:
             if self._closed or self._cursor.done:
                 raise RuntimeError("this reader has ended")
             events = self._cursor.take()
             if events:
                 return events
+            if self._left:
+                raise comes_back(self._cursor.index)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def leave(self) -> None:
+        """The head ends: once this one has what there is, it is told where to come back to."""
+        self._left = True
+        self._wake()
 
     def close(self) -> None:
         """The reader is gone. Idempotent."""
@@ -202,3 +214,13 @@ class Reader:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def comes_back(index: int) -> FleetError:
+    """HEAD_DRAINING, of a head whose next run goes on."""
+    return FleetError(
+        Reason.HEAD_DRAINING,
+        f"the head is shutting down; attach again at index {index} once it is back",
+        metadata={"nextIndex": str(index)},
+        retry_after_s=1.0,
+    )

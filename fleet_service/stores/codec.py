@@ -1,8 +1,13 @@
-"""Values to text and bytes and back, as they stand in a store's rows."""
+"""Values to text and bytes and back, as they stand in a store's rows.
+
+A disk may give back other bytes than it was given, and SQLite has no checksums in the file proper: so each
+text carries one in front, and each run of token ids one behind. DamagedError says that it is wrong.
+"""
 
 from __future__ import annotations
 
 import sys
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +16,12 @@ from pydantic import TypeAdapter
 
 from fleet_service.domain.events import Finished, Moved, Started
 from fleet_service.domain.specs import GenerationSpec, Sampling, SessionSpec
-from fleet_service.runtime.records import GenerationStarted
+from fleet_service.runtime.records import GenerationStarted, SessionKept
 from fleet_service.runtime.views import SessionView
+
+
+class DamagedError(ValueError):
+    """These are not the bytes that were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +45,45 @@ _MOVED = TypeAdapter(Moved)
 _VIEW = TypeAdapter(SessionView)
 _MOVED_TAG, _STARTED_TAG = "m", "s"
 _ID_TAG, _VIEW_TAG = "i", "v"
+_SEAL_CHARS = 8
+_WORD_BYTES = 4
 
 
-def session_spec_to(spec: SessionSpec) -> tuple[str, bytes]:
+def _sealed(text: str, *beside: str | float | bytes) -> str:
+    """A text with a checksum of it, and of what stands beside it in its row."""
+    check = zlib.crc32(text.encode())
+    for value in beside:
+        check = zlib.crc32(value if isinstance(value, bytes) else str(value).encode(), check)
+    return f"{check:0{_SEAL_CHARS}x}{text}"
+
+
+def _unsealed(sealed: str, *beside: str | float | bytes) -> str:
+    text = sealed[_SEAL_CHARS:]
+    if _sealed(text, *beside) != sealed:
+        raise DamagedError("a text is not what was written")
+    return text
+
+
+def session_spec_to(kept: SessionKept) -> tuple[str, bytes]:
     """The spec as JSON, and its engine options, which may be any bytes."""
-    return _SPEC.dump_json(replace(spec, engine_options=b"")).decode(), spec.engine_options
+    options = kept.spec.engine_options
+    text = _SPEC.dump_json(replace(kept.spec, engine_options=b"")).decode()
+    return _sealed(text, options, kept.session_id, kept.number, kept.owner), options
 
 
-def session_spec_from(text: str, engine_options: bytes) -> SessionSpec:
+def session_spec_from(
+    session_id: str, number: int, owner: str, sealed: str, engine_options: bytes
+) -> SessionSpec:
+    text = _unsealed(sealed, engine_options, session_id, number, owner)
     return replace(_SPEC.validate_json(text), engine_options=engine_options)
 
 
 def sampling_to(sampling: Sampling) -> str:
-    return _SAMPLING.dump_json(sampling).decode()
+    return _sealed(_SAMPLING.dump_json(sampling).decode())
 
 
 def sampling_from(text: str) -> Sampling:
-    return _SAMPLING.validate_json(text)
+    return _SAMPLING.validate_json(_unsealed(text))
 
 
 def generation_to(started: GenerationStarted) -> str:
@@ -64,14 +95,14 @@ def generation_to(started: GenerationStarted) -> str:
         started.context_tokens,
         started.branch,
     )
-    return _BODY.dump_json(body).decode()
+    return _sealed(_BODY.dump_json(body).decode(), *_beside(started))
 
 
 def generation_from(
-    generation_id: str, session_id: str, owner: str, text: str, accepted_at: float, deadline_at: float
+    generation_id: str, session_id: str, owner: str, sealed: str, accepted_at: float, deadline_at: float
 ) -> GenerationStarted:
-    body = _BODY.validate_json(text)
-    return GenerationStarted(
+    body = _BODY.validate_json(sealed[_SEAL_CHARS:])
+    started = GenerationStarted(
         generation_id=generation_id,
         session_id=session_id,
         owner=owner,
@@ -84,23 +115,31 @@ def generation_from(
         deadline_at=deadline_at,
         branch=body.branch,
     )
+    _unsealed(sealed, *_beside(started))
+    return started
+
+
+def _beside(started: GenerationStarted) -> tuple[str | float, ...]:
+    times = (float(started.accepted_at), float(started.deadline_at))
+    return started.generation_id, started.session_id, started.owner, *times
 
 
 def finished_to(finished: Finished) -> str:
-    return _FINISHED.dump_json(finished).decode()
+    return _sealed(_FINISHED.dump_json(finished).decode())
 
 
 def finished_from(text: str) -> Finished:
-    return _FINISHED.validate_json(text)
+    return _FINISHED.validate_json(_unsealed(text))
 
 
 def mark_to(event: Started | Moved) -> str:
     if isinstance(event, Moved):
-        return _MOVED_TAG + _MOVED.dump_json(event).decode()
-    return _STARTED_TAG + _STARTED.dump_json(event).decode()
+        return _sealed(_MOVED_TAG + _MOVED.dump_json(event).decode())
+    return _sealed(_STARTED_TAG + _STARTED.dump_json(event).decode())
 
 
-def mark_from(text: str) -> Started | Moved:
+def mark_from(sealed: str) -> Started | Moved:
+    text = _unsealed(sealed)
     adapter: TypeAdapter[Started] | TypeAdapter[Moved] = _MOVED if text[0] == _MOVED_TAG else _STARTED
     return adapter.validate_json(text[1:])
 
@@ -108,12 +147,14 @@ def mark_from(text: str) -> Started | Moved:
 def answer_to(answer: SessionView | str) -> tuple[str, bytes]:
     """An answer as JSON, and the engine options in it, which may be any bytes."""
     if isinstance(answer, str):
-        return _ID_TAG + answer, b""
+        return _sealed(_ID_TAG + answer), b""
     plain = replace(answer, spec=replace(answer.spec, engine_options=b""))
-    return _VIEW_TAG + _VIEW.dump_json(plain).decode(), answer.spec.engine_options
+    options = answer.spec.engine_options
+    return _sealed(_VIEW_TAG + _VIEW.dump_json(plain).decode(), options), options
 
 
-def answer_from(text: str, engine_options: bytes) -> SessionView | str:
+def answer_from(sealed: str, engine_options: bytes) -> SessionView | str:
+    text = _unsealed(sealed, engine_options)
     if text[0] == _ID_TAG:
         return text[1:]
     view = _VIEW.validate_json(text[1:])
@@ -124,15 +165,20 @@ def answer_from(text: str, engine_options: bytes) -> SessionView | str:
 
 
 def ids_to(token_ids: Sequence[int]) -> bytes:
-    ids = array("I", token_ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
+    data = _swapped(array("I", token_ids)).tobytes()
+    return data + zlib.crc32(data).to_bytes(_WORD_BYTES, "little")
 
 
 def ids_from(data: bytes) -> array[int]:
+    plain = data[:-_WORD_BYTES]
+    if len(data) % _WORD_BYTES or zlib.crc32(plain).to_bytes(_WORD_BYTES, "little") != data[-_WORD_BYTES:]:
+        raise DamagedError("token ids are not what was written")
     ids = array("I")
-    ids.frombytes(data)
+    ids.frombytes(plain)
+    return _swapped(ids)
+
+
+def _swapped(ids: array[int]) -> array[int]:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids
@@ -158,3 +204,10 @@ def batch_from(data: bytes) -> Iterator[tuple[int, int, array[int]]]:
         low, high, first_index, length = words[i : i + 4]
         yield high << 32 | low, first_index, words[at : at + length]
         at += length
+
+
+def batch_numbers(data: bytes) -> list[int]:
+    """The generations of which there are tokens in it."""
+    words = ids_from(data)
+    end = 1 + 4 * words[0]
+    return [high << 32 | low for low, high in zip(words[1:end:4], words[2:end:4], strict=True)]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from fleet_service.domain.context import crc32_of
 from fleet_service.runtime.records import (
     CancelHeld,
     GenerationEnded,
@@ -18,40 +22,65 @@ from fleet_service.runtime.records import (
     SessionKept,
 )
 from fleet_service.stores import codec
+from fleet_service.stores.sqlite_files import FileDamagedError
 from fleet_service.stores.sqlite_write import Numbers
 
+# All that a head reads when it starts. Contexts are looked at when they are used.
+_READ_AT_START = ("meta", "sessions", "generations", "marks", "batches", "outputs", "requests", "cancels")
 
-class FileDamagedError(Exception):
-    """The rows contradict each other; the text says how."""
+
+def check_tables(connection: sqlite3.Connection) -> None:
+    """Whether what is read at the start is well built. Raises FileDamagedError, sqlite3.Error."""
+    for table in _READ_AT_START:
+        found = connection.execute(f"PRAGMA integrity_check({table})").fetchone()[0]
+        if found != "ok":
+            raise FileDamagedError(" ".join(found.split()))
+
+
+def read_meta(connection: sqlite3.Connection) -> dict[str, Any]:
+    return dict(connection.execute("SELECT key, value FROM meta"))
 
 
 def read_saved(connection: sqlite3.Connection) -> tuple[Saved, Numbers]:
     """All there is, but for the contexts. Raises FileDamagedError, sqlite3.Error."""
-    meta = dict(connection.execute("SELECT key, value FROM meta"))
-    saved = Saved(term=meta.get("term", 0), branch=meta.get("branch", 0))
-    _read_sessions(connection, saved)
-    numbers = _read_generations(connection, saved)
-    _read_others(connection, saved)
+    meta = read_meta(connection)
+    saved, numbers = Saved(term=meta.get("term", 0), branch=meta.get("branch", 0)), Numbers()
+    with _reading("sessions"):
+        _read_sessions(connection, saved)
+    with _reading("generations"):
+        _read_generations(connection, saved, numbers)
+    with _reading("requests and nodes"):
+        _read_others(connection, saved)
     return saved, numbers
 
 
 def read_context(connection: sqlite3.Connection, session_id: str) -> array[int]:
     """A session's context. Raises KeyError, FileDamagedError, sqlite3.Error."""
     found = connection.execute(
-        "SELECT no, context_length FROM sessions WHERE id = ?", (session_id,)
+        "SELECT no, context_length, context_crc32 FROM sessions WHERE id = ?", (session_id,)
     ).fetchone()
     if found is None:
         raise KeyError(session_id)
-    number, length = found
+    number, length, crc32 = found
     ids = array("I")
     pieces = "SELECT start, ids FROM context WHERE session_no = ? ORDER BY start"
-    for start, data in connection.execute(pieces, (number,)):
-        if start != len(ids):
-            raise FileDamagedError(f"the context of session {session_id} lacks tokens at {len(ids)}")
-        ids.extend(codec.ids_from(data))
-    if len(ids) != length:
-        raise FileDamagedError(f"the context of session {session_id} has {len(ids)} of {length} tokens")
+    with _reading(f"context of session {session_id}"):
+        for start, data in connection.execute(pieces, (number,)):
+            if start != len(ids):
+                raise FileDamagedError(f"the context of session {session_id} lacks tokens at {len(ids)}")
+            ids.extend(codec.ids_from(data))
+    if len(ids) != length or crc32_of(ids) != crc32:
+        raise FileDamagedError(f"the context of session {session_id} is not what was written")
     return ids
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """What a row cannot mean is damage."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        raise FileDamagedError(f"{what}: {error}") from error
 
 
 def _read_sessions(connection: sqlite3.Connection, saved: Saved) -> None:
@@ -68,7 +97,7 @@ def _read_sessions(connection: sqlite3.Connection, saved: Saved) -> None:
             session_id,
             number,
             owner,
-            codec.session_spec_from(spec, options),
+            codec.session_spec_from(session_id, number, owner, spec, options),
             codec.sampling_from(sampling),
             created_at,
             last_used_at,
@@ -79,49 +108,56 @@ def _read_sessions(connection: sqlite3.Connection, saved: Saved) -> None:
         saved.sessions[session_id] = SavedSession(kept, length, crc32, bound)
 
 
-def _read_generations(connection: sqlite3.Connection, saved: Saved) -> Numbers:
-    numbers = Numbers({})
+def _read_generations(connection: sqlite3.Connection, saved: Saved, numbers: Numbers) -> None:
     by_number: dict[int, SavedGeneration] = {}
     rows = connection.execute(
-        "SELECT no, id, session_id, owner, body, accepted_at, deadline_at, attempts, finished, ended_at"
-        " FROM generations ORDER BY no"
+        "SELECT no, first_batch, id, session_id, owner, body, accepted_at, deadline_at, attempts, finished,"
+        " ended_at FROM generations ORDER BY no"
     )
-    for number, *about, attempts, finished, ended_at in rows:
+    for number, first_batch, *about, attempts, finished, ended_at in rows:
         started = codec.generation_from(*about)
         generation = SavedGeneration(started, attempts=attempts)
         if finished is not None:
             generation.ended = GenerationEnded(started.generation_id, codec.finished_from(finished), ended_at)
         saved.generations[started.generation_id] = by_number[number] = generation
         numbers.generations[started.generation_id] = number
+        numbers.first_batches[number] = first_batch
+        numbers.last_generation = number
+        # Batches may have been deleted up to there, and their numbers are not given again.
+        numbers.last_batch = max(numbers.last_batch, first_batch - 1)
     marks = "SELECT generation_no, token_index, event FROM marks ORDER BY generation_no, nth"
     for number, index, event in connection.execute(marks):
         if number in by_number:
             by_number[number].marks.append((index, codec.mark_from(event)))
-    _read_tokens(connection, by_number)
-    for table, column, field in (("generations", "no", "last_generation"), ("batches", "seq", "last_batch")):
-        last = connection.execute(f"SELECT max({column}) FROM {table}").fetchone()[0]  # noqa: S608 - fixed
-        setattr(numbers, field, last or 0)
-    return numbers
+    _read_tokens(connection, by_number, numbers)
 
 
-def _read_tokens(connection: sqlite3.Connection, by_number: dict[int, SavedGeneration]) -> None:
+def _read_tokens(
+    connection: sqlite3.Connection, by_number: dict[int, SavedGeneration], numbers: Numbers
+) -> None:
     outputs = "SELECT generation_no, first_index, ids FROM outputs ORDER BY generation_no, first_index"
     for number, first_index, data in connection.execute(outputs):
-        _extend(by_number, number, first_index, codec.ids_from(data))
-    for (body,) in connection.execute("SELECT body FROM batches ORDER BY seq"):
+        if number in by_number:
+            _extend(by_number[number], first_index, codec.ids_from(data))
+    previous = 0
+    for seq, body in connection.execute("SELECT seq, body FROM batches ORDER BY seq"):
+        if previous and seq != previous + 1:
+            raise FileDamagedError(f"batch {previous + 1} is missing")
+        previous = seq
+        numbers.batches_bytes += len(body)
         for number, first_index, ids in codec.batch_from(body):
-            _extend(by_number, number, first_index, ids)
+            # Before its first batch the number was another's, or the tokens are in `outputs` by now.
+            if numbers.first_batches.get(number, seq + 1) <= seq:
+                _extend(by_number[number], first_index, ids)
+    numbers.last_batch = max(numbers.last_batch, previous)
 
 
-def _extend(by_number: dict[int, SavedGeneration], number: int, first_index: int, ids: array[int]) -> None:
-    generation = by_number.get(number)
-    if generation is None:
-        return  # kept no longer, but another one of the same batch is
+def _extend(generation: SavedGeneration, first_index: int, ids: array[int]) -> None:
     have = len(generation.token_ids)
-    if first_index > have:
+    if first_index != have:
         name = generation.started.generation_id
-        raise FileDamagedError(f"generation {name} lacks tokens from {have} to {first_index}")
-    generation.token_ids.extend(ids[have - first_index :])
+        raise FileDamagedError(f"generation {name} has tokens up to {have}, and the next from {first_index}")
+    generation.token_ids.extend(ids)
 
 
 def _read_others(connection: sqlite3.Connection, saved: Saved) -> None:

@@ -1,13 +1,16 @@
 """The tables of the SQLite store, version by version, and how an older file becomes a newer one.
 
-Tokens that run are kept twice over, by kind: `batches` has one row per commit with what all streams had new
-then, so that a commit costs the same for one stream and for hundreds; `context` has what belongs to sessions,
-in pieces as it came.
+`batches` has one row per commit with the tokens that all streams had new then, so that a commit costs the
+same for one stream and for hundreds. Housekeeping packs what is kept longer into `outputs`: a generation's
+`first_batch` is the first batch that may have tokens of it which `outputs` has not. `context` has what
+belongs to sessions, in pieces as it came.
 """
 
 from __future__ import annotations
 
 import sqlite3
+
+from fleet_service.stores.sqlite_files import FileDamagedError
 
 VERSION = 1
 """Of the tables here; PRAGMA user_version of a file."""
@@ -111,7 +114,7 @@ CREATE TABLE node_marks (
 ) STRICT, WITHOUT ROWID;
 """
 
-_STEPS = {0: _V1}
+STEPS = {0: _V1}
 """What makes each version the next one; a version once released is never changed."""
 
 
@@ -119,16 +122,32 @@ class NewerFileError(Exception):
     """The file's tables are of a newer release."""
 
 
+def version_of(connection: sqlite3.Connection) -> int:
+    """That of the file's tables; 0 = there are none.
+
+    Raises FileDamagedError, NewerFileError, sqlite3.Error.
+    """
+    tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+    if not tables:
+        return 0
+    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        raise FileDamagedError("it is an SQLite file of something else")
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if version > VERSION:
+        raise NewerFileError(f"its tables are of version {version}, this release knows up to {VERSION}")
+    if version < 1:
+        raise FileDamagedError(f"its tables are of version {version}")
+    return version
+
+
 def bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Make or change the tables until they are of VERSION, each step whole or not at all.
 
-    Raises NewerFileError, sqlite3.Error.
+    Raises as version_of.
     """
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > VERSION:
-        raise NewerFileError(f"its tables are of version {version}, this release knows up to {VERSION}")
+    version = version_of(connection)
     while version < VERSION:
-        step = f"BEGIN IMMEDIATE; {_STEPS[version]}; PRAGMA user_version = {version + 1};"
+        step = f"BEGIN IMMEDIATE; {STEPS[version]}; PRAGMA user_version = {version + 1};"
         if version == 0:
             step += f"PRAGMA application_id = {APPLICATION_ID};"
         try:

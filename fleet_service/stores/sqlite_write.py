@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleet_service.runtime.records import (
     AttemptStarted,
@@ -31,10 +31,15 @@ from fleet_service.stores import codec
 class Numbers:
     """What rows are called, for what is in use; the rest is asked of the tables."""
 
-    generations: dict[str, int]
+    generations: dict[str, int] = field(default_factory=dict)
     """Those kept: bounded by head.max_generations."""
+    first_batches: dict[int, int] = field(default_factory=dict)
+    """Of each of those, by number: the first batch that may have tokens which `outputs` has not."""
     last_generation: int = 0
     last_batch: int = 0
+    batches_bytes: int = 0
+    gone: int = 0
+    """How many are kept no longer, since the file was opened."""
 
 
 class RowWriter:
@@ -43,10 +48,10 @@ class RowWriter:
     def __init__(self, connection: sqlite3.Connection, numbers: Numbers) -> None:
         self._connection = connection
         self._numbers = numbers
-        self._before = (numbers.last_generation, numbers.last_batch)
+        self._before = (numbers.last_generation, numbers.last_batch, numbers.batches_bytes)
         self._tokens: list[tuple[int, int, Sequence[int]]] = []
         self._started: list[str] = []
-        self._gone: dict[str, int] = {}
+        self._gone: dict[str, tuple[int, int]] = {}
 
     def write(self, batch: Sequence[Record]) -> None:
         """Raises sqlite3.Error; the transaction is the caller's to begin and end."""
@@ -55,16 +60,21 @@ class RowWriter:
         if self._tokens:
             numbers = self._numbers
             numbers.last_batch += 1
-            row = (numbers.last_batch, codec.batch_to(self._tokens))
-            self._connection.execute("INSERT INTO batches VALUES (?, ?)", row)
+            body = codec.batch_to(self._tokens)
+            numbers.batches_bytes += len(body)
+            self._connection.execute("INSERT INTO batches VALUES (?, ?)", (numbers.last_batch, body))
 
     def undo(self) -> None:
         """The transaction failed: nothing of it is there."""
         numbers = self._numbers
         for generation_id in self._started:
-            numbers.generations.pop(generation_id, None)
-        numbers.generations.update(self._gone)
-        numbers.last_generation, numbers.last_batch = self._before
+            numbers.first_batches.pop(numbers.generations.pop(generation_id, 0), None)
+        last_generation = self._before[0]
+        for generation_id, (number, first_batch) in self._gone.items():
+            if number <= last_generation:
+                numbers.generations[generation_id] = number
+                numbers.first_batches[number] = first_batch
+        numbers.last_generation, numbers.last_batch, numbers.batches_bytes = self._before
 
     def _write_one(self, record: Record) -> None:
         match record:
@@ -82,7 +92,7 @@ class RowWriter:
         run = self._connection.execute
         match record:
             case SessionKept():
-                spec, options = codec.session_spec_to(record.spec)
+                spec, options = codec.session_spec_to(record)
                 run(
                     "INSERT INTO sessions (no, id, owner, spec, engine_options, sampling, created_at,"
                     " last_used_at, parked, ephemeral) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -152,6 +162,7 @@ class RowWriter:
             case GenerationStarted():
                 numbers.last_generation += 1
                 numbers.generations[record.generation_id] = numbers.last_generation
+                numbers.first_batches[numbers.last_generation] = numbers.last_batch + 1
                 self._started.append(record.generation_id)
                 run(
                     "INSERT INTO generations (no, id, session_id, owner, body, accepted_at, deadline_at,"
@@ -186,7 +197,8 @@ class RowWriter:
                 )
             case GenerationGone():
                 number = numbers.generations.pop(record.generation_id)
-                self._gone[record.generation_id] = number
+                self._gone.setdefault(record.generation_id, (number, numbers.first_batches.pop(number)))
+                numbers.gone += 1
                 for table, column in (
                     ("generations", "no"),
                     ("marks", "generation_no"),

@@ -306,6 +306,9 @@ class FakeHead:
         self._take("remove_node", ref)
         return NODE
 
+    async def settled(self) -> None:
+        return
+
     def cordon_node(self, ref: str, note: str, by: str) -> NodeInfo:
         self._take("cordon_node", ref, note, by)
         return NODE

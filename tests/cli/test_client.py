@@ -140,11 +140,26 @@ async def test_where_nothing_listens_a_long_timeout_is_not_waited_for() -> None:
 async def test_an_unavailable_with_a_reason_is_no_lost_connection(
     head: ScriptedHead, client: FleetClient
 ) -> None:
-    head.streams = [[accepted(), Refuse(code_pb2.UNAVAILABLE, "down", reason="HEAD_DRAINING")]]
-    with pytest.raises(CallError, match="HEAD_DRAINING") as caught:
+    head.streams = [[accepted(), Refuse(code_pb2.UNAVAILABLE, "down", reason="STORE_UNAVAILABLE")]]
+    with pytest.raises(CallError, match="STORE_UNAVAILABLE") as caught:
         await received(client.generate(GenerateRequest()))
     assert not isinstance(caught.value, UnreachableError)
     assert not head.requests("AttachGeneration")
+
+
+async def test_a_stream_goes_on_after_a_head_that_is_shut_down_and_comes_back(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    leaves = Refuse(code_pb2.UNAVAILABLE, "the head is shutting down", reason="HEAD_DRAINING")
+    head.streams = [
+        [accepted("g7"), tokens(0, 10), leaves],
+        [leaves],
+        [accepted("g7"), tokens(1, 11), finished()],
+    ]
+    assert ids(await received(client.generate(GenerateRequest()))) == [10, 11]
+    head.streams = [[leaves]]  # before it was accepted, there is nothing to come back to
+    with pytest.raises(CallError, match="HEAD_DRAINING"):
+        await received(client.generate(GenerateRequest()))
 
 
 async def test_a_lost_stream_goes_on_at_the_next_index_and_nothing_shows_twice(

@@ -37,7 +37,7 @@ HOSTS = {
 }
 WORDS = {"NAME": "node-2", "node-a": "node-2", "M": "demo"}
 """Words that stand for something of the reader's."""
-NO_HEAD = re.compile(r"\bfleet (token|access|config)\b|^\. ")
+NO_HEAD = re.compile(r"\bfleet (token|access|config|store)\b|^\. ")
 """Commands that ask no head."""
 READY = {"fleet": "fleet: serving", "fleet-node": "fleet-node: "}
 

@@ -40,7 +40,7 @@ def setting_names(document: Document) -> set[str]:
 def unknown_settings(document: Document) -> list[str]:
     known = leaf_fields()
     return sorted(
-        name for name in setting_names(document) if not (name.endswith((".*", ".py")) or name in known)
+        name for name in setting_names(document) if not (name.endswith((".*", ".py", ".db")) or name in known)
     )
 
 

@@ -1,14 +1,19 @@
-"""The `world` fixture: a fleet that ends quiet."""
+"""The `world` fixture, a fleet that ends quiet, and `durable`, a head that is killed and started again."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from examples.processes import Children
 from tests.e2e.harness import World
+from tests.e2e.restarts import Durable
 from tests.ports import quiet_port
 
 
@@ -24,3 +29,14 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         yield made
     finally:
         await made.close()
+
+
+@pytest_asyncio.fixture
+async def durable(tmp_path: Path) -> AsyncIterator[Durable]:
+    """A head to be started, and killed, by the test; whatever it started has ended afterwards."""
+    async with Children(tmp_path) as children, AsyncExitStack() as stack:
+        made = Durable(tmp_path, children, stack, ["--shutdown-grace", "0"])
+        try:
+            yield made
+        finally:
+            await asyncio.gather(*(node.close() for node in made.nodes))

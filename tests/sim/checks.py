@@ -23,6 +23,7 @@ from tests.sim.network import SimNetwork
 from tests.sim.nodes import NodeProcess, SimMachine
 from tests.sim.oracle import Oracle
 from tests.sim.records import Record
+from tests.sim.stores import SimStore
 from tests.sim.strikes import Strikes
 
 _PERIOD_S = 0.7
@@ -69,6 +70,7 @@ class FleetChecks:
         fleet.oracle.judge_placement = self._judge_placement
         fleet.oracle.judge_failure = self._judge_failure
         fleet.oracle.process_of = self.process_of
+        fleet.oracle.can_tell = self._can_tell
 
     @property
     def _now_s(self) -> float:
@@ -79,6 +81,14 @@ class FleetChecks:
         head = self._fleet.living_head()
         known = head.fleet.named(node) if head is not None else None
         return None if known is None else self._process_behind(known)
+
+    def _can_tell(self, name: str, found: tuple[str, int]) -> bool:
+        """Whether the node has told the head that lives that it holds this."""
+        head = self._fleet.living_head()
+        node = head.fleet.named(name) if head is not None else None
+        if node is None or not isinstance(node.link, SimLink) or not node.usable or not node.link.whole:
+            return False
+        return Feature.RECONCILE in node.features and node.link.resumes and found in node.link.found
 
     def _process_behind(self, node: Node) -> NodeProcess | None:
         link = node.link
@@ -164,7 +174,7 @@ class FleetChecks:
 
     def linked(self, link: SimLink) -> None:
         """A link has opened."""
-        earlier = [epoch for _, epoch in link.found if not self._oracle.is_of_this_head(epoch)]
+        earlier = [each for each in link.found if not self._oracle.is_of_this_head(*each)]
         if earlier and Feature.RECONCILE in link.hello.features:
             self._oracle.met("a node holds what an earlier head left")
 
@@ -261,7 +271,7 @@ class FleetChecks:
 
     def _means(self, head: Head, node: Node, link: SimLink, session_id: str, epoch: int) -> bool:
         """The head means the node to hold it, or is about to have it freed, or cannot know of it."""
-        if not self._oracle.is_of_this_head(epoch) and (
+        if not self._oracle.is_of_this_head(session_id, epoch) and (
             Feature.RECONCILE not in node.features or (session_id, epoch) not in link.found
         ):
             return True
@@ -295,15 +305,30 @@ class FleetChecks:
             return
         if self._oracle.overdue(record.deadline_s, now_s):
             self._oracle.violation(f"{record.generation_id} goes on after its deadline")
-        if record.cancel_asked_s is not None and self._oracle.overdue(record.cancel_asked_s, now_s):
+        if record.cancel_waits_s is not None and self._oracle.overdue(record.cancel_waits_s, now_s):
             self._oracle.violation(f"{record.generation_id} goes on after its cancel")
         abandoned_s = record.abandoned_s
-        if abandoned_s is not None and self._oracle.overdue(abandoned_s + record.plan.grace_s, now_s):
+        if abandoned_s is not None and self._oracle.overdue(abandoned_s + record.patience_s, now_s):
             self._oracle.violation(f"{record.generation_id} goes on, and its readers have long gone")
         if now_s - record.accepted_s > _LONG_WALL_S:
             self._oracle.violation(f"{record.generation_id} goes on for {now_s - record.accepted_s:.0f} s")
 
     # At rest
+
+    def check_kept(self, store: SimStore) -> None:
+        """After the last head has ended in order: what is kept is what was."""
+        saved = store.saved
+        if saved.sessions or saved.revokes or saved.marks:
+            self._oracle.violation(
+                f"still kept: {list(saved.sessions)}, {list(saved.revokes)}, {list(saved.marks)}"
+            )
+        for record in self._oracle.records.values():
+            kept, expected = store.kept(record.generation_id), record.expected
+            ended = None if kept is None or kept.ended is None else kept.ended.finished
+            tokens = () if kept is None else tuple(kept.token_ids)
+            right = () if expected is None else expected.token_ids[: len(tokens)]
+            if ended != record.finished or tokens != right:
+                self._oracle.violation(f"{record.generation_id} is kept as {tokens}, {ended}")
 
     def unrest(self) -> list[str]:
         """What is not as it must be when nothing is going on (rules 9 and 10)."""

@@ -29,6 +29,8 @@ EXPLAINED_BY_TROUBLE = {
 }
 # Of those, what a head that stood still may take for trouble. Silence and stalls it must not (rule 13).
 EXPLAINED_BY_STANDSTILL = frozenset({"command_timeout", "link_lost", "fenced", "evicted", "no_answer"})
+# What a node may say to a head that goes on where an earlier one was: other tokens, or no run any more.
+EXPLAINED_BY_RESTART = frozenset({"context_mismatch", "stale_epoch", "fenced"})
 # Those that only a fault of this very generation explains.
 EXPLAINED_BY_STRIKE = {
     "index_gap": RunFault.SKIP_INDEX.value,

@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from tests.sim.clones import Clones
 from tests.sim.network import Noise
 from tests.sim.nodes import ArmedFault, RunFault, SimMachine
 from tests.sim.oracle import Oracle
+from tests.sim.stores import SimStore
 from tests.sim.strikes import Strikes
+from tests.sim.striking import HORIZON_S, OF_STORE, Fault, draw_of_store
 
 MIN_FAULTS = 5
-_HORIZON_S = 25.0
 # Of a hundred faults, how many are of which kind; those of the whole fleet come rarely, and cost much.
 _KINDS = {
     "run": 20,
@@ -40,16 +40,6 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault to come. `strike` returns whether it could (a dead node cannot be stopped)."""
-
-    number: int
-    at_s: float
-    text: str
-    strike: Callable[[], bool]
-
-
 class FaultPlan:
     """The faults of one world. `only`: the numbers of those that strike; None = all.
 
@@ -64,6 +54,7 @@ class FaultPlan:
         machines: Sequence[SimMachine | None],
         oracle: Oracle,
         only: frozenset[int] | None = None,
+        store: SimStore | None = None,
     ) -> None:
         self._strikes = strikes
         self._clones = clones
@@ -77,7 +68,16 @@ class FaultPlan:
             for number in range(count)
             if only is None or number in only
         )
-        self.faults = sorted((fault for fault in drawn if fault is not None), key=lambda fault: fault.at_s)
+        found = list(drawn)
+        if store is not None:
+            of_store = range(OF_STORE, OF_STORE + random.Random(f"store faults {seed}").randint(2, 5))
+            found += [
+                draw_of_store(number, random.Random(f"fault {number} {seed}"), strikes, machines)
+                for number in of_store
+                if only is None or number in only
+            ]
+        there = [fault for fault in found if fault is not None]
+        self.faults = sorted(there, key=lambda fault: fault.at_s)
 
     async def run(self) -> None:
         """Strike each at its time."""
@@ -103,11 +103,12 @@ class FaultPlan:
         """Make the fleet whole again."""
         await self._strikes.undo()
         await self._clones.undo()
+        await self._strikes.uncordon_again(list(self._clones.originals))
 
     # Drawing
 
     def _draw(self, number: int, rng: random.Random) -> Fault | None:
-        at_s = rng.uniform(0.5, _HORIZON_S)
+        at_s = rng.uniform(0.5, HORIZON_S)
         kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
         machine = rng.choice(self._machines)
         if kind in ("noise", "head", "crash", "outage"):

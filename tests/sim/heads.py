@@ -1,7 +1,8 @@
-"""The heads of a world, one after the other: started, killed without a word, and started anew with nothing.
+"""The heads of a world, one after the other: started, killed without a word, and started anew.
 
 A head that is killed ends as by SIGKILL: its connections are reset, and every task that ran for it or talked
-to it is cancelled. Only what the world registered as its own goes on.
+to it is cancelled. Only what the world registered as its own goes on. The next one begins with nothing, or
+with what there is in the world's store.
 """
 
 from __future__ import annotations
@@ -11,18 +12,29 @@ import random
 from collections.abc import Callable, Sequence
 
 from fleet_service.runtime.head import Head
+from fleet_service.runtime.journal import Durability, StoreJournal
+from fleet_service.runtime.records import Saved
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.store import StoreError
 from tests.sim.links import SimDialer
 from tests.sim.network import SimNetwork
 from tests.sim.nodes import SimMachine
 from tests.sim.oracle import Oracle
+from tests.sim.stores import Access, SimStore
 
 EPOCH_UNIX_S = 1_700_000_000.0
 _CLOCK_SET_BACK_S = 1_000.0
+_KEPT_FOR_S = 200.0
+"""Where heads keep what they did, no clock is so much behind that it is forgotten when the next is right."""
+_STARTED_AGAIN_S = 0.5
+"""How long after a head could not begin it is started again."""
 
 
 class Heads:
-    """`head` is the one that lives, None between two. `up` is set while there is one."""
+    """`head` is the one that lives, None between two. `up` is set while there is one that takes calls.
+
+    `store` None: nothing outlives a head.
+    """
 
     def __init__(
         self,
@@ -32,7 +44,9 @@ class Heads:
         everyone: Sequence[SimMachine],
         oracle: Oracle,
         rng: random.Random,
+        store: SimStore | None = None,
     ) -> None:
+        self.store = store
         self._settings = settings
         self._network = network
         self._machines = machines
@@ -41,34 +55,71 @@ class Heads:
         self._rng = rng
         self._own: set[asyncio.Task[object]] = set()
         self._died_s: float | None = None
+        self._journal: StoreJournal | None = None
         self.since_s = 0.0  # when the head that lives had tried its nodes
+        self.behind_s = 0.0  # of its clock
         self._starting: asyncio.Task[None] | None = None
+        self._beginning: asyncio.Task[None] | None = None
         self.head: Head | None = None
         self.up = asyncio.Event()
         self.forgotten: Callable[[], None] = lambda: None  # called when a head's memory is gone
+        self.immortal = False  # when the story is over
+        self.killed_soon: list[tuple[float, float]] = []  # in the starts to come: after so long, down for
 
     def owns(self, task: asyncio.Task[object]) -> None:
         """It is the world's: it outlives heads."""
         self._own.add(task)
         task.add_done_callback(self._own.discard)
 
-    async def start(self, wall_clock: Callable[[], float] | None = None) -> None:
-        """A head with empty memory, that dials the nodes."""
+    async def start(self, behind_s: float = 0.0) -> None:
+        """A head with what is kept, if anything, that dials the nodes."""
         loop = self._network.loop
-        head = Head(
-            self._settings,
-            dialer=SimDialer(self._network),
-            rng=random.Random(self._rng.random()),
-            wall_clock=wall_clock or (lambda: EPOCH_UNIX_S + loop.time()),
-            observer=self._oracle.watch(),
-        )
-        self.head = head
+        access, saved = None, None
+        if self.store is not None:
+            access = self.store.open_for_head()
+            saved = await access.open()
+        head = self._make(behind_s, access, saved)
+        if access is not None and saved is not None and self._journal is not None:
+            await access.take_term(head.fleet.term, saved.branch)
+            self._oracle.has_term(head.fleet.term)
+            self._journal.start()
         await head.start([machine.address for machine in self._machines if not machine.profile.joins])
         if self.head is head:
             self.since_s = loop.time()
             if self._died_s is not None:
                 self._oracle.stood_still(self._died_s, self.since_s)
+                self._died_s = None
+            self._oracle.callers_may_come()
             self.up.set()
+
+    def _make(self, behind_s: float, access: Access | None, saved: Saved | None) -> Head:
+        loop = self._network.loop
+        self.behind_s = behind_s
+        if access is not None:
+            self._journal = StoreJournal(access, Durability.STRICT, broken=self._broken)
+        # Known from its first step on: what it takes up is judged as it does so.
+        self._oracle.head_begins(behind_s)
+        self.head = Head(
+            self._settings,
+            dialer=SimDialer(self._network),
+            rng=random.Random(self._rng.random()),
+            wall_clock=lambda: EPOCH_UNIX_S + loop.time() - behind_s,
+            observer=self._oracle.watch(),
+            journal=self._journal,
+            saved=saved,
+        )
+        self._oracle.head_has_begun(self.head)
+        return self.head
+
+    def _broken(self, error: StoreError) -> None:
+        self._oracle.violation(f"the head gives its store up: {error}")
+
+    async def stop(self, grace_s: float) -> None:
+        """In order: what is left is written."""
+        assert self.head is not None
+        await self.head.stop(grace_s)
+        if self._journal is not None:
+            await self._journal.stop()
 
     async def lives(self) -> Head:
         """The head that lives, waited for."""
@@ -76,40 +127,76 @@ class Heads:
             await self.up.wait()
         return self.head
 
+    @property
+    def begins(self) -> bool:
+        """One that is to take up what is kept is about to."""
+        return self.store is not None and self._beginning is not None and not self._beginning.done()
+
     def crash(self, down_s: float) -> bool:
         """Kill it; another starts after `down_s`. False when there is none to kill."""
         loop = self._network.loop
-        if self.head is None or not self.up.is_set() or loop.head_stopped:
+        lives = self.begins or (self.head is not None and self.up.is_set())
+        if self.immortal or loop.head_stopped or not lives:
             return False
-        died_s = self._died_s = loop.time()
-        self.head = None
+        if self.begins:
+            self._oracle.met("a head is killed while it begins")
+        died_s = loop.time()
+        kept_s = died_s if self.store is None else self.store.head_died()
+        self._died_s = min(died_s if self._died_s is None else self._died_s, kept_s)
+        self.head = self._journal = None
         self.up.clear()
         processes = [machine.process for machine in self._everyone if machine.process is not None]
         self.forgotten()
         self._oracle.head_died(processes, self._settings.fleet_id)
+        if self.store is not None:
+            self._oracle.stands_still_from(self._died_s)
         for link in list(self._network.links):
             link.die()
         for task in _in_order(asyncio.all_tasks() - self._own):
             task.cancel()
-        # Its clock may say the same second again, or be set back: the nodes' epochs tell it better.
-        behind_s = self._rng.choice([0.0, 0.0, 0.0, died_s + down_s, _CLOCK_SET_BACK_S])
         self._starting = loop.create_task(
-            self._start_again(down_s, behind_s), name="start the next head", context=loop.head_side
+            self._start_again(down_s, self._next_clock(died_s + down_s)),
+            name="start the next head",
+            context=loop.head_side,
         )
         self.owns(self._starting)
         return True
+
+    def _next_clock(self, starts_s: float) -> float:
+        """Its clock may say the same second again, or be set back: store or nodes know the epochs better."""
+        if self.store is None:
+            return self._rng.choice([0.0, 0.0, 0.0, starts_s, _CLOCK_SET_BACK_S])
+        return self._rng.choice([*[0.0] * 8, starts_s, _KEPT_FOR_S])
 
     async def _start_again(self, down_s: float, behind_s: float) -> None:
         loop = self._network.loop
         await asyncio.sleep(down_s)
         self._oracle.story.note("* another head starts, its clock %.2f s behind", behind_s)
         self._oracle.met("a head starts anew")
-        start = loop.create_task(
-            self.start(lambda: EPOCH_UNIX_S + loop.time() - behind_s), name="start of a head"
-        )
-        await asyncio.wait({start})
-        if not start.cancelled():
-            start.result()
+        begin = self._beginning = loop.create_task(self._begin(behind_s), name="start of a head")
+        if self.killed_soon:
+            loop.call_later(*self._kill_soon(begin), context=loop.node_side)
+        await asyncio.wait({begin})
+        if not begin.cancelled():
+            begin.result()
+
+    async def _begin(self, behind_s: float) -> None:
+        """One that cannot take its store ends, and is started again."""
+        try:
+            await self.start(behind_s)
+        except StoreError as error:
+            self._oracle.story.note("* it ends again: %s", error.trouble.value)
+            self._oracle.met("a head cannot begin, and ends")
+            self.crash(_STARTED_AGAIN_S)
+
+    def _kill_soon(self, begin: asyncio.Task[None]) -> tuple[float, Callable[[], None]]:
+        after_s, down_s = self.killed_soon.pop(0)
+
+        def kill() -> None:
+            if self._beginning is begin:
+                self.crash(down_s)
+
+        return after_s, kill
 
 
 def _in_order(tasks: set[asyncio.Task[object]]) -> list[asyncio.Task[object]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from fleet_service.domain.commands import Run
 from fleet_service.domain.errors import Reason
@@ -14,6 +14,7 @@ from node_stub import rules
 from node_stub.reference import effective_seed
 from tests.sim.explain import (
     AFTERMATH_S,
+    EXPLAINED_BY_RESTART,
     EXPLAINED_BY_STANDSTILL,
     EXPLAINED_BY_STRIKE,
     EXPLAINED_BY_TROUBLE,
@@ -24,30 +25,32 @@ from tests.sim.explain import (
     MAX_SAME_FAILURES,
     Trouble,
 )
+from tests.sim.lives import Lives
 from tests.sim.loop import StepLimitError
 from tests.sim.network import RunKey
 from tests.sim.nodes import NodeProcess, SimMachine
 from tests.sim.records import Plan, Record, right_end
-from tests.sim.staying import Disturbances, Staying
+from tests.sim.staying import Disturbances
+from tests.sim.stores import SimStore
 from tests.sim.story import Story
 from tests.sim.watching import HeadWatch
 
 
-class Oracle:
+class Oracle(Lives):
     """Collects violations. It watches the heads, one after the other, and is the nodes' overseer."""
 
-    def __init__(self, clock: Callable[[], float], story: Story, on_violation: Callable[[], None]) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        story: Story,
+        on_violation: Callable[[], None],
+        store: SimStore | None = None,
+    ) -> None:
+        super().__init__(clock, store)
         self._on_violation = on_violation
         self.story = story
-        self.violations: list[str] = []
-        self.records: dict[str, Record] = {}  # of the head that lives
-        self.lives = 1  # of heads, so far
-        self._earlier: dict[tuple[str, int], Record] = {}  # of heads that died: by generation, epoch
-        self._seen: dict[str, int] = {}  # by incarnation, the highest epoch it had seen when a head died
-        self._epochs: set[int] = set()  # of the head that lives
-        self.staying = Staying()
-        self._admissions: set[tuple[str, int, str]] = set()
+        self._runs: dict[tuple[str, int, str], Record] = {}  # whose each is, by incarnation, epoch, id
+        self._admissions: set[tuple[str, int, str, int]] = set()
         self.troubles: dict[str, Trouble] = {}
         self.wire_trouble = Trouble()
         self.struck_kinds: Counter[str] = Counter()
@@ -55,11 +58,9 @@ class Oracle:
         self.finishes: Counter[FinishReason] = Counter()
         self.moves = 0
         self.started = 0
-        self.standstills: list[tuple[float, float]] = []  # when the head did not run: from, to
         # Set by the world: what is wrong with an ERROR, or a failure, given which nodes are there.
         self.judge_placement: Callable[[Record, Reason], None] = lambda _record, _reason: None
         self.judge_failure: Callable[[Record, str, int, str, int], None] = lambda *_: None
-        self.process_of: Callable[[str], NodeProcess | None] = lambda _node: None
 
     def violation(self, text: str) -> None:
         self.violations.append(f"at {self._clock():.4f} s: {text}")
@@ -72,43 +73,6 @@ class Oracle:
     def met(self, what: str) -> None:
         self.struck_kinds[what] += 1
 
-    def record_of(self, generation_id: str, epoch: int) -> Record | None:
-        """The generation that a run under that epoch is of, of whichever head."""
-        record = self.records.get(generation_id)
-        if record is not None and epoch in record.epochs:
-            return record
-        return self._earlier.get((generation_id, epoch))
-
-    def head_died(self, processes: Iterable[NodeProcess], fleet_id: str) -> None:
-        """Nothing that the head did from here on counts, and its generations break off."""
-        self.lives += 1
-        for record in self.records.values():
-            self._earlier |= dict.fromkeys(((record.generation_id, epoch) for epoch in record.epochs), record)
-        self.records = {}
-        self._epochs.clear()
-        self.staying = Staying()
-        for process in processes:
-            self._seen[process.incarnation] = process.rules.highest_epoch(fleet_id)
-
-    def is_of_this_head(self, epoch: int) -> bool:
-        return epoch in self._epochs
-
-    def stood_still(self, from_s: float, to_s: float) -> None:
-        """The head did not run meanwhile."""
-        self.standstills.append((from_s, to_s))
-
-    def overdue(self, due_s: float, now_s: float) -> bool:
-        """Whether what was due ought to have happened; the head cannot act while it stands still."""
-        if now_s <= due_s + 0.002:
-            return False
-        return not any(
-            began_s <= due_s + 0.002 and now_s <= ended_s + 0.002 for began_s, ended_s in self.standstills
-        )
-
-    def ran_for(self, now_s: float) -> float:
-        """How long the head has run without standing still, in seconds."""
-        return now_s - max((ended_s for _, ended_s in self.standstills), default=-1e9)
-
     # The head's observer
 
     def watch(self) -> FleetObserver:
@@ -117,6 +81,8 @@ class Oracle:
 
     def generation_started(self, info: GenerationInfo, parent: object | None) -> Record:
         now_s = self._clock()
+        if parent is None and self.store is not None and info.generation_id in self.records:
+            return self._taken_up(info)
         if not isinstance(parent, Plan):
             self.violation(f"{info.generation_id} was started, and no caller asked for it")
             raise TypeError(info)
@@ -132,11 +98,15 @@ class Oracle:
             parent.seed,
             None if parent.revision_open else parent.model,
             info.max_new_tokens,
+            life=self.lives,
+            behind_s=self._behind_s,
         )
         self.records[info.generation_id] = record
         self.started += 1
         if parent.cancelled_before:
             record.cancel_asked_s = now_s
+            # A clock that jumps may have had it forgotten.
+            record.cancel_waits_s = now_s if parent.cancelled_behind_s == self._behind_s else None
         wanted = (len(parent.context), parent.max_new_tokens, parent.wall_s)
         if (info.context_tokens, info.max_new_tokens, info.max_wall_s) != wanted and (
             len(parent.context) + info.max_new_tokens not in parent.windows
@@ -153,7 +123,8 @@ class Oracle:
 
     def run_admitted(self, process: NodeProcess, run: Run, admission: rules.Admission) -> None:
         node, record = process.machine.profile.name, self.record_of(run.generation_id, run.epoch)
-        admission_key = (process.incarnation, run.epoch, run.generation_id)
+        # A head that goes on under an earlier one's epoch may find that the node has dropped the run.
+        admission_key = (process.incarnation, run.epoch, run.generation_id, self.lives)
         if admission_key in self._admissions:
             self.violation(f"{run.generation_id} is prefilled twice on {node} under one epoch")
         self._admissions.add(admission_key)
@@ -161,6 +132,7 @@ class Oracle:
             self.violation(f"{node} was asked for {run.generation_id}, which nobody asked the head for")
             return
         record.admitted.append((node, run.first_index))
+        self._runs[process.incarnation, run.epoch, run.generation_id] = record
         seed = effective_seed(admission.sampling.temperature, admission.sampling.seed)
         if record.seed is None:
             record.seed = seed
@@ -201,6 +173,8 @@ class Oracle:
         node, record = process.machine.profile.name, self.record_of(run.generation_id, run.epoch)
         self.met("a run is taken up")
         self.story.note("%s: %s goes on at index %d", node, run.generation_id, run.first_index)
+        if record is not self._runs.get((process.incarnation, run.epoch, run.generation_id)):
+            self.violation(f"{run.generation_id} on {node} is of a request that was taken and not kept")
         if record is None or record.expected is None:
             self.violation(f"{run.generation_id} is taken up on {node}, which nobody asked the head for")
         elif tuple(run.prefix_token_ids) != record.expected.token_ids[: run.first_index]:
@@ -230,7 +204,8 @@ class Oracle:
             record.strikes[fault] += 1
         if record is not None and "engine" in fault:
             record.engine_failures += 1
-        if record is not None and "kills" in fault:
+        # What a head that died had asked for, the next one cannot hold against the request.
+        if record is not None and "kills" in fault and self.is_of_this_head(session_id, epoch):
             first_index = next((i for node, i in reversed(record.admitted) if node == name), 0)
             assert record.plan.kills_at is not None
             record.kills.append((first_index, record.plan.kills_at))
@@ -332,13 +307,9 @@ class Oracle:
     def attempt_begins(self, record: Record, node: str, epoch: int) -> None:
         record.attempts += 1
         record.epochs.add(epoch)
-        self._epochs.add(epoch)
         if record.finished is not None:
             self.violation(f"{record.generation_id} is tried on {node} after its end")
-        process = self.process_of(node)
-        if process is not None and epoch <= self._seen.get(process.incarnation, 0):
-            self.violation(f"{record.generation_id} is tried on {node} under an epoch of an earlier head")
-
+        self._check_epoch(record, node, self.process_of(node), epoch)
         now_s = self._clock()
         quiet = self.wire_trouble.quiet(now_s) and self.trouble_of(node).quiet(now_s)
         quiet = quiet and self.ran_for(now_s) > AFTERMATH_S
@@ -358,15 +329,17 @@ class Oracle:
             return
         record.failures.append((node, failure, index))
         self.judge_failure(record, node, epoch, failure, index)
-        if not self._explained(record, node, failure):
+        stale = epoch in self._adopted and failure in EXPLAINED_BY_RESTART
+        if not stale and not self._explained(record, node, failure):
             self.violation(f"{record.generation_id}: {failure} on {node}, and nothing explains it")
-        same = sum(1 for each in record.failures[-MAX_SAME_FAILURES - 1 :] if each == (node, failure, index))
+        lately = record.failures[record.failed_before :]
+        same = sum(1 for each in lately[-MAX_SAME_FAILURES - 1 :] if each == (node, failure, index))
         if failure != "busy" and same > MAX_SAME_FAILURES:
             self.violation(
                 f"{record.generation_id} has failed on {node} with {failure} {same} times in a row"
             )
         without_progress = 0
-        for _, kind, at_index in reversed(record.failures):
+        for _, kind, at_index in reversed(lately):
             if at_index != index:
                 break
             without_progress += kind not in FREE_FAILURES

@@ -26,6 +26,7 @@ from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Binding
 from fleet_service.runtime.tokenlog import Cursor, TokenLog
 from tests.sim.planted_fleet import PLANTED_IN_FLEET
+from tests.sim.planted_store import PLANTED_IN_STORE
 from tests.sim.planting import replaced
 
 
@@ -321,4 +322,5 @@ PLANTED: tuple[Callable[[], Any], ...] = (
     waiting_attempts_stay_on_a_dead_node,
     a_broken_link_is_noticed_by_silence_only,
     *PLANTED_IN_FLEET,
+    *PLANTED_IN_STORE,
 )

@@ -12,6 +12,7 @@ from fleet_service.runtime.head import Head
 from fleet_service.runtime.views import CancelOutcome
 from tests.sim.oracle import Oracle
 from tests.sim.records import Plan, Record, Transcript
+from tests.sim.talking import Talk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,65 +48,67 @@ def pick_habits(rng: random.Random, plan: Plan) -> ReadingHabits:
 
 
 async def read_along(
-    oracle: Oracle,
-    head: Head,
-    generation: Generation,
-    record: Record,
-    habits: ReadingHabits,
-    rng: random.Random,
+    oracle: Oracle, talk: Talk, record: Record, habits: ReadingHabits, rng: random.Random
 ) -> None:
     """All readers of one generation, until each has its terminal event and the generation its end."""
     async with asyncio.TaskGroup() as group:
-        group.create_task(_first(oracle, head, generation, record, habits))
+        talk.owns(group.create_task(_first(oracle, talk, record, habits)))
         for number, (after_s, pace_s) in enumerate(habits.others):
-            group.create_task(_another(oracle, head, record, number, after_s, pace_s, rng.random()))
+            another = _another(oracle, talk, record, number, after_s, pace_s, rng.random())
+            talk.owns(group.create_task(another))
 
 
-async def _first(
-    oracle: Oracle, head: Head, generation: Generation, record: Record, habits: ReadingHabits
-) -> None:
-    reader = Transcript(record, "first reader", 0, oracle.violation)
+async def _first(oracle: Oracle, talk: Talk, record: Record, habits: ReadingHabits) -> None:
+    reader = oracle.transcript(record, "first reader", 0)
     if habits.cancel_at is not None:
-        await _read(generation, record, reader, habits.pace_s, habits.cancel_at)
+        await _read(talk, reader, habits.pace_s, habits.cancel_at)
         if reader.finished is None:
-            await cancel(oracle, head, record)
-            reader = Transcript(record, "first reader, having cancelled", reader.next_index, oracle.violation)
+            await cancel(oracle, talk, record)
+            reader = oracle.transcript(record, "first reader, having cancelled", reader.next_index)
     if reader.finished is None:
-        await _read(generation, record, reader, habits.pace_s, habits.leave_at)
+        await _read(talk, reader, habits.pace_s, habits.leave_at)
     if reader.finished is not None:
         return
     oracle.story.note("%s: its first reader leaves at %d", record.generation_id, reader.next_index)
     if habits.comes_back:
         await asyncio.sleep(habits.away_s)
-        rest = Transcript(record, "first reader again", reader.next_index, oracle.violation)
-        await _read(head.find_generation(record.generation_id), record, rest, habits.pace_s, None)
+        rest = oracle.transcript(record, "first reader again", reader.next_index)
+        await _read(talk, rest, habits.pace_s, None)
         return
     # Nobody may be left to read; the end must come all the same.
-    last = Transcript(record, "reader of the end", 0, oracle.violation)
+    last = oracle.transcript(record, "reader of the end", 0)
     await _until_finished(record)
-    await _read(head.find_generation(record.generation_id), record, last, 0.0, None)
+    await _read(talk, last, 0.0, None)
 
 
-async def cancel(oracle: Oracle, head: Head, record: Record) -> None:
+async def cancel(oracle: Oracle, talk: Talk, record: Record) -> None:
     """A caller's cancel, and whether its answer is the truth (rule 5)."""
-    record.cancel_asked_s = record.cancel_asked_s or asyncio.get_running_loop().time()
-    before = record.finished
     oracle.story.note("%s: its caller cancels", record.generation_id)
-    result = await head.cancel_generation(record.generation_id)
-    if result.finished is None or result.finished != record.finished:
-        oracle.violation(f"the cancel of {record.generation_id} gave {result}")
-    elif before is None and result.outcome is not CancelOutcome.CANCELLED:
-        oracle.violation(f"{record.generation_id} ran, and its cancel gave {result}")
+
+    async def ask(head: Head) -> None:
+        now_s = asyncio.get_running_loop().time()
+        record.cancel_asked_s = record.cancel_asked_s or now_s
+        record.cancel_waits_s = record.cancel_waits_s or now_s
+        before = record.finished
+        result = await head.cancel_generation(record.generation_id)
+        if result.finished is None or result.finished != record.finished:
+            oracle.violation(f"the cancel of {record.generation_id} gave {result}")
+        elif before is None and result.outcome is not CancelOutcome.CANCELLED:
+            oracle.violation(f"{record.generation_id} ran, and its cancel gave {result}")
+
+    await talk.call(ask)
 
 
 async def _another(
-    oracle: Oracle, head: Head, record: Record, number: int, after_s: float, pace_s: float, where: float
+    oracle: Oracle, talk: Talk, record: Record, number: int, after_s: float, pace_s: float, where: float
 ) -> None:
     await asyncio.sleep(after_s)
-    generation = head.find_generation(record.generation_id)
-    from_index = int(where * (generation.log.visible + 1)) if where < 0.7 else 0
-    reader = Transcript(record, f"reader {number + 2} from {from_index}", from_index, oracle.violation)
-    await _read(generation, record, reader, pace_s, None)
+
+    visible = await talk.look(lambda head: head.find_generation(record.generation_id).log.visible)
+    from_index = int(where * (visible + 1)) if where < 0.7 else 0
+    await _read(
+        talk, oracle.transcript(record, f"reader {number + 2} from {from_index}", from_index), pace_s, None
+    )
 
 
 async def _until_finished(record: Record) -> None:
@@ -114,12 +117,26 @@ async def _until_finished(record: Record) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _read(
-    generation: Generation, record: Record, transcript: Transcript, pace_s: float, leave_at: int | None
+async def _read(talk: Talk, transcript: Transcript, pace_s: float, leave_at: int | None) -> None:
+    """Read until the terminal event, or until `leave_at`; over the death of a head where that may be."""
+    attached = 0
+
+    async def read(head: Head) -> None:
+        nonlocal attached
+        attached += 1
+        if attached > 1:
+            transcript.again()
+        generation = head.find_generation(transcript.record.generation_id)
+        await _read_there(generation, transcript, pace_s, leave_at)
+
+    await talk.call(read)
+
+
+async def _read_there(
+    generation: Generation, transcript: Transcript, pace_s: float, leave_at: int | None
 ) -> None:
-    """Read until the terminal event, or until `leave_at`."""
-    loop = asyncio.get_running_loop()
-    reader = generation.attach(transcript.from_index)
+    loop, record = asyncio.get_running_loop(), transcript.record
+    reader, life = generation.attach(transcript.from_index), record.life
     record.readers_open += 1
     record.readers_seen += 1
     record.abandoned_s = None
@@ -131,7 +148,8 @@ async def _read(
             if pace_s:
                 await asyncio.sleep(pace_s)
     finally:
-        record.readers_open -= 1
-        if record.readers_open == 0 and record.finished is None and not record.runs_on_alone:
-            record.abandoned_s = loop.time()
+        if record.life == life:
+            record.readers_open -= 1
+            if record.readers_open == 0 and record.finished is None and not record.runs_on_alone:
+                record.abandoned_s = loop.time()
         reader.close()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from fleet_service.domain.events import Accepted, Event, Finished, FinishReason, Moved, Started, Tokens
 from fleet_service.domain.specs import GenerationSpec, OnDisconnect
+from fleet_service.runtime.generation import FIRST_READER_S
+from fleet_service.runtime.records import SavedGeneration
 from node_stub.reference import StubModel
 from tests.sim.reference import Expected, expected_output
 
@@ -28,6 +30,7 @@ class Plan:
     windows: frozenset[int] = frozenset()  # of the nodes that serve the model, in tokens
     replay_never: bool = False
     cancelled_before: bool = False  # its cancel came before it was asked for
+    cancelled_behind_s: float = 0.0  # by the clock, so much behind, of a head that holds it for a while
     engine_fails_at: int | None = None
     kills_at: int | None = None
 
@@ -51,6 +54,7 @@ class Record:
     finished: Finished | None = None
     finished_s: float = 0.0
     cancel_asked_s: float | None = None
+    cancel_waits_s: float | None = None  # of the head that has it: since when it must have heeded a cancel
     session_finished_s: float | None = None
     readers_open: int = 0
     readers_seen: int = 0
@@ -59,16 +63,51 @@ class Record:
     placed_s: float = -1.0
     placed_at_once: int = 0
     failures: list[tuple[str, str, int]] = field(default_factory=list)  # node, class, tokens had by then
+    failed_before: int = 0  # how many of them were under earlier heads, which may have kept only some
     epochs: set[int] = field(default_factory=set)  # that runs of it were asked for under
     admitted: list[tuple[str, int]] = field(default_factory=list)  # node, first index
     kills: list[tuple[int, int]] = field(default_factory=list)  # first index of the run, index it died at
     engine_failures: int = 0
     strikes: Counter[str] = field(default_factory=Counter)  # faults that hit a run of it
+    life: int = 1  # the number of the head that has it; 0 = none does
+    taken_up_s: float | None = None  # by the head that has it, from an earlier one
+    tries_again: bool = False  # that head has not tried it yet
+    behind_s: float = 0.0  # of the clock of the head that accepted it
+    late_s: float = 0.0  # how much more that of the head which has it is behind
     _expected: Expected | None = None
 
     @property
     def deadline_s(self) -> float:
-        return self.accepted_s + self.plan.wall_s
+        """By the clock of the head that has it; never more than its whole time from when that took it up."""
+        due_s = self.accepted_s + self.plan.wall_s
+        if self.taken_up_s is None:
+            return due_s
+        latest_s = self.taken_up_s + self.plan.wall_s
+        return max(min(due_s + self.late_s, latest_s), self.taken_up_s)
+
+    @property
+    def patience_s(self) -> float:
+        """How long it goes on with nobody to read; after the death of a head, readers have time to return."""
+        back = self.taken_up_s is not None and self.readers_seen == 0
+        return max(self.plan.grace_s, FIRST_READER_S) if back else self.plan.grace_s
+
+    def breaks_off(self, saved: SavedGeneration) -> None:
+        """Its head is dead; what is kept of it is `saved`, and what was decided and not kept is undone."""
+        if saved.ended is None:
+            self.finished = None
+        self.life = self.readers_open = self.readers_seen = 0
+        self.abandoned_s = None
+        self.attempts = saved.attempts
+        self.failed_before = len(self.failures)
+        self.kills.clear()
+
+    def taken_up(self, life: int, now_s: float, behind_s: float) -> None:
+        """The next head has it."""
+        self.life, self.taken_up_s, self.late_s = life, now_s, behind_s - self.behind_s
+        self.cancel_waits_s = None
+        self.tries_again = True
+        if self.finished is None and not self.runs_on_alone:
+            self.abandoned_s = now_s
 
     @property
     def expected(self) -> Expected | None:
@@ -82,19 +121,28 @@ class Record:
     def runs_on_alone(self) -> bool:
         return self.plan.spec.on_disconnect is OnDisconnect.CONTINUE
 
-    def cancel_is_due(self) -> bool:
+    def cancel_is_due(self, now_s: float) -> bool:
         """Whether anybody gave cause to end it as CANCELLED."""
-        return (
-            self.cancel_asked_s is not None
-            or self.session_finished_s is not None
-            or self.abandoned_s is not None
-        )
+        left_alone = self.abandoned_s is not None
+        if self.abandoned_s is not None and self.taken_up_s is not None and self.readers_seen == 0:
+            left_alone = now_s >= self.abandoned_s + self.patience_s - 0.002
+        return self.cancel_asked_s is not None or self.session_finished_s is not None or left_alone
 
 
 class Transcript:
-    """What one reader got, checked as it comes (rules 1 and 5)."""
+    """What one reader got over all its attachments, checked as it comes (rules 1 and 5).
 
-    def __init__(self, record: Record, name: str, from_index: int, violation: Callable[[str], None]) -> None:
+    `kept` gives what the store has of a generation, which must come before what readers get; None = no store.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        name: str,
+        from_index: int,
+        violation: Callable[[str], None],
+        kept: Callable[[str], SavedGeneration | None] | None = None,
+    ) -> None:
         self.record = record
         self.from_index = from_index
         self.next_index = from_index
@@ -102,9 +150,15 @@ class Transcript:
         self.finished: Finished | None = None
         self._name = f"{name} of {record.generation_id}"
         self._violation = violation
+        self._kept = kept
         self._seen = 0
         self._started = False
         self._epoch = 0
+
+    def again(self) -> None:
+        """It attaches anew, at its next index."""
+        self.from_index = self.next_index
+        self._seen, self._started, self._epoch = 0, False, 0
 
     def feed(self, events: Sequence[Event]) -> None:
         if not events:
@@ -118,6 +172,8 @@ class Transcript:
             self._violation(f"{self._name}: {event} after the terminal event")
         if (self._seen == 0) != isinstance(event, Accepted):
             self._violation(f"{self._name}: event {self._seen} is {event}")
+        if self._kept is not None:
+            self._check_kept(event, self._kept(self.record.generation_id))
         match event:
             case Accepted(generation_id):
                 if generation_id != self.record.generation_id:
@@ -132,6 +188,19 @@ class Transcript:
                 self._moved(event)
             case Finished():
                 self._finish(event)
+
+    def _check_kept(self, event: Event, kept: SavedGeneration | None) -> None:
+        """Nothing is shown that may yet be lost."""
+        if kept is None:
+            self._violation(f"{self._name}: {event}, and the generation is not kept yet")
+        elif isinstance(event, Tokens):
+            end = event.first_index + len(event.token_ids)
+            if list(kept.token_ids[event.first_index : end]) != list(event.token_ids):
+                self._violation(
+                    f"{self._name}: tokens before {end} are shown, kept are {len(kept.token_ids)}"
+                )
+        elif isinstance(event, Finished) and (kept.ended is None or kept.ended.finished != event):
+            self._violation(f"{self._name}: {event} is shown, kept is {kept.ended}")
 
     def _tokens(self, event: Tokens) -> None:
         tokens = list(event.token_ids)
@@ -178,7 +247,7 @@ def right_end(record: Record, finished: Finished, now_s: float) -> str | None:
     complete = (expected is not None and count == len(expected.token_ids)) or record.limit == 0
     match finished.reason:
         case FinishReason.CANCELLED:
-            return None if record.cancel_is_due() else "CANCELLED, and nobody asked for it"
+            return None if record.cancel_is_due(now_s) else "CANCELLED, and nobody asked for it"
         case FinishReason.WALL_CLOCK:
             return None if now_s >= record.deadline_s - 0.002 else "WALL_CLOCK before its time"
         case FinishReason.ERROR:

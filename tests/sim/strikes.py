@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.runtime.head import Head
+from fleet_service.runtime.records import Record
+from fleet_service.runtime.store import StoreTrouble
 from tests.sim.heads import Heads
 from tests.sim.network import Noise, SimNetwork
 from tests.sim.nodes import SimMachine
 from tests.sim.oracle import Oracle
+from tests.sim.stores import Kill, Op
+from tests.sim.talking import Talk
 
 # Between two of them the head must have had time to see for itself what came of its nodes.
 _BETWEEN_STANDSTILLS_S = 5.0
+_SEEN_TO_S = 0.5
+"""Between two looks of an operator at whether a node is back."""
 
 
 class Strikes:
@@ -30,12 +36,18 @@ class Strikes:
         self._machines = machines
         self._oracle = oracle
         self._heads = heads
+        self._line = Talk(heads, oracle, random.Random("operators"))
         self._operations: set[asyncio.Task[None]] = set()
         self.cordoned: dict[str, None] = {}
+        self._uncordoning: set[str] = set()
         self.removed: dict[str, None] = {}
 
     async def undo(self) -> None:
         """Make the fleet whole again, and wait until every operation under way is done."""
+        if self._heads.store is not None:
+            self._heads.store.kills.clear()
+            self._heads.store.work_again()
+            self._heads.killed_soon.clear()
         await self._heads.lives()
         while self._operations:
             await asyncio.wait(set(self._operations))
@@ -44,6 +56,16 @@ class Strikes:
             machine.heal()
         for machine in self._machines:
             self._uncordon(machine)
+        while self._heads.store is not None and self.cordoned:
+            await asyncio.sleep(_SEEN_TO_S)
+
+    async def uncordon_again(self, machines: Sequence[SimMachine]) -> None:
+        """What was ordered of a node may have been carried out on a clone of it, and handed on by that."""
+        for machine in machines if self._heads.store is not None else ():
+            self.cordoned[machine.profile.name] = None
+            self._see_to_uncordon(machine)
+        while self._operations:
+            await asyncio.wait(set(self._operations))
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._network.loop.call_later(delay_s, action, context=self._network.loop.node_side)
@@ -130,9 +152,53 @@ class Strikes:
     def crash_head(self, down_s: float) -> bool:
         if not self._heads.crash(down_s):
             return False
-        self.cordoned.clear()
-        self.removed.clear()
+        if self._heads.store is None:
+            self.cordoned.clear()
+            self.removed.clear()
         return True
+
+    # The store
+
+    def crash_in(
+        self, op: Op, left: int, where: float, down_s: float, record: type[Record] | None = None
+    ) -> bool:
+        """The head is killed in what it does with its store."""
+        store = self._heads.store
+        assert store is not None
+
+        def strike() -> None:
+            if self.crash_head(down_s):
+                self._oracle.met(f"a head is killed as it {op.value}")
+                self._oracle.story.note("* the head is killed as it %s, down for %.2f s", op.value, down_s)
+
+        store.kills.append(Kill(op, left, where, strike, record))
+        return True
+
+    def crash_again(self, down_s: float, after_s: float, again_s: float) -> bool:
+        """The head is killed, and the next one while it begins."""
+        if not self.crash_head(down_s):
+            return False
+        self._heads.killed_soon.append((after_s, again_s))
+        return True
+
+    def crash_into_trouble(
+        self, down_s: float, after_s: float, trouble: StoreTrouble, duration_s: float
+    ) -> bool:
+        """The head is killed, and the store fails after `after_s`."""
+        if not self.crash_head(down_s):
+            return False
+
+        def fail() -> None:
+            self.store_fails(trouble, duration_s)
+
+        self.later(after_s, fail)
+        return True
+
+    def store_fails(self, trouble: StoreTrouble, duration_s: float) -> bool:
+        store = self._heads.store
+        assert store is not None
+        self._oracle.met(f"the store is {trouble.value}")
+        return store.fail(trouble, duration_s)
 
     # Operators
 
@@ -155,10 +221,37 @@ class Strikes:
     def _uncordon(self, machine: SimMachine) -> None:
         """Also where the cordon has gone with the head, the node, or to another address."""
         head = self._heads.head
-        if self.cordoned.pop(machine.profile.name, machine) is None and head is not None:
+        if self._heads.store is not None:
+            self._see_to_uncordon(machine)
+        elif self.cordoned.pop(machine.profile.name, machine) is None and head is not None:
             for ref in (machine.address, machine.profile.name):
                 if head.fleet.find(ref) is not None:
                     head.operators.uncordon_node(ref)
+
+    def _see_to_uncordon(self, machine: SimMachine) -> None:
+        name, loop = machine.profile.name, self._network.loop
+        if name in self.cordoned and name not in self._uncordoning:
+            self._uncordoning.add(name)
+            task = loop.create_task(self._uncordon_for_good(machine), context=loop.head_side)
+            self._line.owns(task)
+            self._operations.add(task)
+            task.add_done_callback(self._operations.discard)
+
+    async def _uncordon_for_good(self, machine: SimMachine) -> None:
+        """An operator who sees to it that it is done, by whichever head, once that knows the node."""
+        name = machine.profile.name
+
+        async def end(head: Head) -> bool:
+            there = [ref for ref in (name, machine.address) if head.fleet.find(ref) is not None]
+            for ref in there:
+                head.operators.uncordon_node(ref)
+            await head.journal.settled()
+            return bool(there)
+
+        while not await self._line.call(end):
+            await asyncio.sleep(_SEEN_TO_S)
+        self._uncordoning.discard(name)
+        self.cordoned.pop(name, None)
 
     def remove(self, machine: SimMachine, back_s: float) -> bool:
         name, head = machine.profile.name, self._head(machine)
@@ -168,7 +261,8 @@ class Strikes:
         self._oracle.lasts(name, 1)
         self._oracle.met("a node is removed")
         loop = self._network.loop
-        task = loop.create_task(self._remove_and_add(head, machine, back_s), context=loop.head_side)
+        task = loop.create_task(self._remove_and_add(machine, back_s), context=loop.head_side)
+        self._line.owns(task)
         self._operations.add(task)
 
         def over(_task: object) -> None:
@@ -179,14 +273,36 @@ class Strikes:
         task.add_done_callback(over)
         return True
 
-    async def _remove_and_add(self, head: Head, machine: SimMachine, back_s: float) -> None:
+    async def _remove_and_add(self, machine: SimMachine, back_s: float) -> None:
         """A node that joins is back by itself; what was one that can be dialed is added again."""
-        try:
+        asked = {"remove": 0, "add": 0}
+
+        async def remove(head: Head) -> None:
+            asked["remove"] += 1
             await head.operators.remove_node(machine.address)
+            await head.journal.settled()
+
+        async def add(head: Head) -> None:
+            asked["add"] += 1
+            await head.operators.add_node(machine.address)
+            await head.journal.settled()
+
+        try:
+            await self._done_once(remove, Reason.NODE_NOT_FOUND, asked)
             await asyncio.sleep(back_s)
             if not machine.profile.joins:
-                await head.operators.add_node(machine.address)
+                await self._done_once(add, Reason.NODE_ALREADY_EXISTS, asked)
         except FleetError as error:
             if error.reason is not Reason.NODE_NOT_FOUND:
                 raise
             self._oracle.violation(f"{machine.profile.name} was there, and could not be removed: {error}")
+
+    async def _done_once(
+        self, operation: Callable[[Head], Awaitable[None]], done: Reason, asked: dict[str, int]
+    ) -> None:
+        """Have it done; `done` is the answer where the head that died has done it."""
+        try:
+            await self._line.call(operation)
+        except FleetError as error:
+            if error.reason is not done or not self._line.lasts or asked[operation.__name__] == 1:
+                raise

@@ -48,6 +48,16 @@ _MET = {
     "a node is cordoned": 15,
     "a node is removed": 15,
     "a session is parked": 30,
+    "a head is killed as it writes": 20,
+    "a head is killed as it reads a context": 2,
+    "a head is killed as it opens its store": 2,
+    "a head is killed while it begins": 15,
+    "a head cannot begin, and ends": 5,
+    "a call breaks off with its head": 100,
+    "a later head repeats an answer": 100,
+    "a caller is told that nothing can be kept": 10,
+    "the store is full": 3,
+    "the store is unavailable": 3,
 }
 
 

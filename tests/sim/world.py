@@ -33,11 +33,14 @@ from tests.sim.network import SimNetwork
 from tests.sim.nodes import SimMachine
 from tests.sim.oracle import Oracle
 from tests.sim.process import SimProcess
+from tests.sim.stores import SimStore
 from tests.sim.story import Story
 from tests.sim.strikes import Strikes
 
 MIN_CALLERS, MAX_CALLERS = 10, 14
 _QUIET_WITHIN_S = 90.0
+_WITH_STORE = 0.35
+"""Of all worlds, those whose heads keep what they did."""
 
 
 @dataclass(slots=True)
@@ -107,7 +110,9 @@ class World:
         self.loop = loop
         self._failed: asyncio.Future[None] | None = None
         self.story = Story(loop.time)
-        self.oracle = Oracle(loop.time, self.story, self._stop)
+        chance = random.Random(f"store {seed}")
+        self.store = SimStore(loop, chance) if chance.random() < _WITH_STORE else None
+        self.oracle = Oracle(loop.time, self.story, self._stop, self.store)
         self.network = SimNetwork(loop, random.Random(rng.random()), self.story.note)
         self.models: tuple[StubModel, ...] = MODELS
         self.zones: tuple[str, ...] = ZONES
@@ -130,11 +135,14 @@ class World:
             self.everyone,
             self.oracle,
             random.Random(f"heads {seed}"),
+            self.store,
         )
         self.strikes = Strikes(self.network, self.machines, self.oracle, self.heads)
         self.door = Door(self.network, self.oracle, self.living_head, random.Random(f"door {seed}"))
         self.clones = Clones(self.network, self.door, self.oracle, self.heads, self.everyone)
-        self.faults = FaultPlan(str(seed), self.strikes, self.clones, drawn, self.oracle, mask.faults)
+        self.faults = FaultPlan(
+            str(seed), self.strikes, self.clones, drawn, self.oracle, mask.faults, self.store
+        )
         self.checks = FleetChecks(self)
         self.network.asked = self._asked
         self.network.linked = self.checks.linked
@@ -191,6 +199,7 @@ class World:
             await self._unless_failed(self._live())
             await self._unless_failed(self._end())
         finally:
+            self.heads.immortal = True
             watch.cancel()
             await asyncio.wait({watch})
         left = [task.get_name() for task in asyncio.all_tasks(loop) if task is not main]
@@ -232,8 +241,10 @@ class World:
         for machine in self.machines:
             machine.dials_in = None
         self.door.close()
-        await self.head.stop(1.0)
+        await self.heads.stop(1.0)
         await self.door.empty()
+        if self.store is not None:
+            self.checks.check_kept(self.store)
 
     def _stop(self) -> None:
         if self._failed is not None and not self._failed.done():

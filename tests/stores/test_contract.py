@@ -4,41 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fleet_service.domain.context import Context
-from fleet_service.domain.errors import Reason
 from fleet_service.domain.events import (
-    ErrorCause,
-    Finished,
-    FinishReason,
-    MoveCause,
-    Moved,
     Started,
-    Timings,
-)
-from fleet_service.domain.specs import (
-    GenerationSpec,
-    OnDisconnect,
-    Qos,
-    Replay,
-    Sampling,
-    SamplingOverride,
-    SessionSpec,
 )
 from fleet_service.runtime.records import (
     AttemptStarted,
     CancelHeld,
-    ContextExtended,
     GenerationEnded,
     GenerationGone,
-    GenerationStarted,
     NodeListed,
     NodeMarked,
     Record,
@@ -47,50 +27,12 @@ from fleet_service.runtime.records import (
     Saved,
     SessionBound,
     SessionGone,
-    SessionKept,
     TokensDelivered,
 )
 from fleet_service.runtime.store import SessionStore
 from fleet_service.stores.memory import MemoryStore
 from fleet_service.stores.sqlite import SqliteStore
-
-SPEC = SessionSpec(
-    "demo",
-    "r1",
-    SamplingOverride(temperature=0.5, seed=7),
-    Qos.AGENT,
-    {"zone": "eu"},
-    64,
-    Replay.NEVER,
-    b"\x00\xff{",
-)
-GENERATION = GenerationSpec(
-    40, 1.5, SamplingOverride(top_k=3), ((1, 2), (3,)), True, OnDisconnect.CONTINUE, None, 3.0, Qos.AGENT, 9
-)
-FAILED = Finished(
-    FinishReason.ERROR,
-    3,
-    4,
-    2,
-    Timings(0.1, None, 1.0, 0.2),
-    error=ErrorCause(Reason.ENGINE_ERROR, "no", {"nextIndex": "4"}),
-)
-MOVED = Moved("a", "b", MoveCause.LINK_LOST, 2, 0.25, 9)
-
-
-def session(name: str, number: int, **changes: Any) -> SessionKept:
-    kept = SessionKept(name, number, "owner", SPEC, Sampling(0.5, 0.9, 0.0, 3, 7), 1.5, 2.5)
-    return replace(kept, **changes)
-
-
-def generation(name: str, session_id: str) -> GenerationStarted:
-    return GenerationStarted(
-        name, session_id, "owner", GENERATION, Sampling(seed=5), 40, (2, 7), 3, 100.5, 102.0, 1
-    )
-
-
-def extended(name: str, base: int, ids: list[int], whole: list[int]) -> ContextExtended:
-    return ContextExtended(name, base, ids, Context(whole).crc32)
+from tests.stores.histories import FAILED, MOVED, extended, generation, histories, session
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -212,55 +154,6 @@ async def test_a_context_is_cut_anywhere_and_goes_on_from_there(
     store, saved = await reopened()
     assert list(await store.context("s1")) == [*ids[:cut], 8]
     assert saved.sessions["s1"].context_crc32 == Context([*ids[:cut], 8]).crc32
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[list[Record]]:
-    """Batches as a head writes them: sessions that come, grow and go; generations that run and end."""
-    lengths: dict[str, list[int]] = {}
-    running: dict[str, int] = {}
-    kept: list[str] = []
-    made = 0
-    batches: list[list[Record]] = []
-    ids = st.lists(st.integers(0, 2**32 - 1), max_size=4)
-    for _ in range(draw(st.integers(1, 8))):
-        batch: list[Record] = []
-        for _ in range(draw(st.integers(0, 5))):
-            what = draw(
-                st.sampled_from(["session", "extend", "start", "tokens", "tokens", "end", "gone", "over"])
-            )
-            if what == "session":
-                made += 1
-                lengths[f"s{made}"] = []
-                batch.append(session(f"s{made}", made))
-            elif what == "extend" and lengths:
-                name = draw(st.sampled_from(sorted(lengths)))
-                base = draw(st.integers(0, len(lengths[name])))
-                new = draw(ids)
-                lengths[name] = [*lengths[name][:base], *new]
-                batch.append(extended(name, base, new, lengths[name]))
-            elif what == "start" and lengths:
-                made += 1
-                running[f"g{made}"] = 0
-                batch.append(generation(f"g{made}", draw(st.sampled_from(sorted(lengths)))))
-            elif what == "tokens" and running:
-                name = draw(st.sampled_from(sorted(running)))
-                new = draw(ids)
-                batch.append(TokensDelivered(name, running[name], new))
-                running[name] += len(new)
-            elif what == "end" and running:
-                name = draw(st.sampled_from(sorted(running)))
-                del running[name]
-                kept.append(name)
-                batch.append(GenerationEnded(name, FAILED, 1.0))
-            elif what == "gone" and kept:
-                batch.append(GenerationGone(kept.pop(0)))
-            elif what == "over" and lengths:
-                name = draw(st.sampled_from(sorted(lengths)))
-                del lengths[name]
-                batch.append(SessionGone(name))
-        batches.append(batch)
-    return batches
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
