@@ -61,9 +61,11 @@ class Strikes:
 
     async def uncordon_again(self, machines: Sequence[SimMachine]) -> None:
         """What was ordered of a node may have been carried out on a clone of it, and handed on by that."""
+        head = await self._heads.lives()
         for machine in machines if self._heads.store is not None else ():
-            self.cordoned[machine.profile.name] = None
-            self._see_to_uncordon(machine)
+            if head.fleet.find(machine.profile.name) is not None:
+                self.cordoned[machine.profile.name] = None
+                self._see_to_uncordon(machine)
         while self._operations:
             await asyncio.wait(set(self._operations))
 
