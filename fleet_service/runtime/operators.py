@@ -125,7 +125,8 @@ class Operators:
         node = self._find(ref)
         info = self._watch.info(node)
         self._discovery.operator_removes(node)
-        self._journal.put(NodeListed(node.address, listed=False), *marks_of(node, gone=True))
+        marks = marks_of(node, gone=True) if node.ever_heard else [self._ended(node)]
+        self._journal.put(NodeListed(node.address, listed=False), *marks)
         if not node.removed:  # by then it may have been forgotten anyway
             await self._nodes.remove(node)
         await self.settled()
@@ -156,12 +157,13 @@ class Operators:
         node = self._find(ref)
         self._drains.end(node)
         node.uncordon()
-        if node.ever_heard:
-            self._journal.put(*marks_of(node))
-        else:  # it may have been ordered by an identity that is not known yet
-            ended = self._orders[node.address] = NodeMarked(node.address, ENDED)
-            self._journal.put(ended)
+        self._journal.put(*(marks_of(node) if node.ever_heard else [self._ended(node)]))
         return self._watch.info(node)
+
+    def _ended(self, node: Node) -> NodeMarked:
+        """Whatever was ordered of it; that may have been by an identity which is not known yet."""
+        ended = self._orders[node.address] = NodeMarked(node.address, ENDED)
+        return ended
 
     def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
         """Move a node's sessions away; the progress is there to be read. Raises LIMIT_EXCEEDED for that."""

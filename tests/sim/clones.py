@@ -36,7 +36,6 @@ class Clones:
         self._everyone = everyone
         self._made = 0
         self.barred: dict[str, float] = {}  # incarnations that the head says it has replaced, and when
-        self.originals: dict[SimMachine, None] = {}  # that there ever was a clone of
         self.alive: dict[SimMachine, SimMachine] = {}  # clones: whose
         door.watch_offer = self._offered
         heads.forgotten = self.barred.clear
@@ -57,7 +56,6 @@ class Clones:
         )
         self._everyone.append(clone)
         self.alive[clone] = original
-        self.originals[original] = None
         self._oracle.lasts(name, 1)
         self._oracle.met("an identity is used twice")
         self._door.open_for(clone)

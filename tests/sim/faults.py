@@ -103,7 +103,6 @@ class FaultPlan:
         """Make the fleet whole again."""
         await self._strikes.undo()
         await self._clones.undo()
-        await self._strikes.uncordon_again(list(self._clones.originals))
 
     # Drawing
 
@@ -185,6 +184,8 @@ class FaultPlan:
         lives_s, away_s, stop_s = rng.uniform(3.0, 12.0), rng.uniform(2.0, 12.0), rng.uniform(1.2, 8.0)
 
         def strike() -> bool:
+            if not self._strikes.may_be_cloned(machine):
+                return False
             if how == "is stopped":
                 machine.freeze(away_s)
             elif how == "is dead":

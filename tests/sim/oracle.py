@@ -255,7 +255,8 @@ class Oracle(Lives):
         record.finished, record.finished_s = finished, now_s
         if self.overdue(record.deadline_s, now_s):
             self.violation(f"{record.generation_id} ended {now_s - record.deadline_s:.3f} s too late")
-        if record.readers_seen == 0 and self.ran_for(now_s) < FIRST_READER_S:
+        nobody_came = record.readers_seen == 0 and record.abandoned_s is None
+        if nobody_came and self.ran_for(now_s) < FIRST_READER_S:
             record.abandoned_s = now_s  # the head stood still until its patience with the caller was out
         wrong = right_end(record, finished, now_s) or self._wrong_error(record, finished)
         if wrong is not None:

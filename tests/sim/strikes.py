@@ -40,6 +40,8 @@ class Strikes:
         self._operations: set[asyncio.Task[None]] = set()
         self.cordoned: dict[str, None] = {}
         self._uncordoning: set[str] = set()
+        self._cloned: set[SimMachine] = set()
+        self._ordered: set[SimMachine] = set()  # that ever were cordoned
         self.removed: dict[str, None] = {}
 
     async def undo(self) -> None:
@@ -59,15 +61,12 @@ class Strikes:
         while self._heads.store is not None and self.cordoned:
             await asyncio.sleep(_SEEN_TO_S)
 
-    async def uncordon_again(self, machines: Sequence[SimMachine]) -> None:
-        """What was ordered of a node may have been carried out on a clone of it, and handed on by that."""
-        head = await self._heads.lives()
-        for machine in machines if self._heads.store is not None else ():
-            if head.fleet.find(machine.profile.name) is not None:
-                self.cordoned[machine.profile.name] = None
-                self._see_to_uncordon(machine)
-        while self._operations:
-            await asyncio.wait(set(self._operations))
+    def may_be_cloned(self, machine: SimMachine) -> bool:
+        """What was ordered of a node that is away may come upon its clone; where it is kept, for good."""
+        if self._heads.store is not None and machine in self._ordered:
+            return False
+        self._cloned.add(machine)
+        return True
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._network.loop.call_later(delay_s, action, context=self._network.loop.node_side)
@@ -214,6 +213,9 @@ class Strikes:
         name, head = machine.profile.name, self._head(machine)
         if head is None or name in self.cordoned or name in self.removed:
             return False
+        if self._heads.store is not None and machine in self._cloned:
+            return False
+        self._ordered.add(machine)
         head.operators.cordon_node(machine.address, "seeded")
         self.cordoned[name] = None
         self._oracle.met("a node is cordoned")
