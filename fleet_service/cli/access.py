@@ -18,6 +18,7 @@ from fleet_service.access_file import (
     read_access,
     remove_entry,
 )
+from fleet_service.cli.kinds import PlainCommand, PlainGroup
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import Column, print_json, print_table, say
 from fleet_service.cli.running import WRONG_USE, fail
@@ -29,7 +30,7 @@ File = Annotated[
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Who it is: the owner of the sessions it makes.")]
 
-access = typer.Typer(no_args_is_help=True, help="Say who may call the head.")
+access = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="Say who may call the head.")
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +39,7 @@ def register(app: typer.Typer) -> None:
 
 
 @access.command(
+    cls=PlainCommand,
     epilog=examples(
         "fleet access add frontend --may call --file access.toml > frontend.token",
         "fleet access add dashboards --may read --token-file dashboards.token --file access.toml",
@@ -81,7 +83,7 @@ def add(
     )
 
 
-@access.command()
+@access.command(cls=PlainCommand)
 def remove(name: Name, *, file: File) -> None:
     """Let somebody call no more; a running head knows within a second. Its streams run to their end."""
     try:
@@ -91,7 +93,7 @@ def remove(name: Name, *, file: File) -> None:
     say(f"fleet: {name} may call no more")
 
 
-@access.command("list")
+@access.command("list", cls=PlainCommand)
 def list_(*, file: File, as_json: AsJson = False) -> None:
     """Show who may call; tokens are not to be had from here."""
     try:

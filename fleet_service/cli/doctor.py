@@ -26,6 +26,7 @@ from fleet_service.cli.findings import (
     healthy,
     window,
 )
+from fleet_service.cli.kinds import HeadCommand, credentials
 from fleet_service.cli.node_text import kept_from_work, state_text
 from fleet_service.cli.options import (
     ADMIN,
@@ -34,7 +35,6 @@ from fleet_service.cli.options import (
     AdminAddress,
     AsJson,
     Timeout,
-    credentials,
     examples,
 )
 from fleet_service.cli.output import count, duration, enum_name, plain, print_json, tell
@@ -51,7 +51,7 @@ _CALLERS_SERVICE = "fleet.v1.FleetService"
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog=examples("fleet doctor", "fleet doctor --json"))(doctor)
+    app.command(cls=HeadCommand, epilog=examples("fleet doctor", "fleet doctor --json"))(doctor)
 
 
 def doctor(

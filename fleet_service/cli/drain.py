@@ -19,6 +19,7 @@ from fleet.v1.admin_service_pb2 import (
     DrainNodeRequest,
     DrainNodeResponse,
 )
+from fleet_service.cli.kinds import HeadCommand
 from fleet_service.cli.node_text import progress_text
 from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples
 from fleet_service.cli.output import plain, print_json, say, tell
@@ -32,7 +33,7 @@ By = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog=examples('fleet drain node-a --note "new driver"', "fleet drain node-a --wait"))(drain)
+    app.command(cls=HeadCommand, epilog=examples('fleet drain node-a --note "new driver"', "fleet drain node-a --wait"))(drain)
 
 
 def yourself() -> str:

@@ -13,6 +13,7 @@ from fleet.v1.admin_service_pb2 import (
     NodeVerdict,
 )
 from fleet.v1.fleet_service_pb2 import SessionSpec
+from fleet_service.cli.kinds import HeadCommand
 from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples, parse_labels
 from fleet_service.cli.output import Column, duration, plain, print_json, print_table, tell
 from fleet_service.cli.running import UNKNOWN_MODEL, Head, advice_on, closest, facts_of, run
@@ -35,6 +36,7 @@ _COLUMNS = (
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=HeadCommand,
         epilog=examples(
             "fleet explain --session chat-7",
             "fleet explain --model demo --prompt-tokens 4000 --label zone=a",

@@ -28,6 +28,7 @@ from fleet.v1.fleet_service_pb2 import (
 )
 from fleet.v1.fleet_service_pb2 import MoveCause as MoveCauseEnum
 from fleet.v1.types_pb2 import FinishReason, SamplingParams, TokenSequence
+from fleet_service.cli.kinds import HeadCommand
 from fleet_service.cli.options import (
     CALLERS,
     TIMEOUT_S,
@@ -51,6 +52,7 @@ _CANCEL_TIMEOUT_S = 3.0
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=HeadCommand,
         epilog=examples(
             "fleet generate --model demo --tokens 1,2,3",
             "fleet generate --model demo --tokens 1,2,3 --session chat-7 --extend",

@@ -19,6 +19,7 @@ from fleet.v1.admin_service_pb2 import (
     UncordonNodeRequest,
 )
 from fleet_service.cli.drain import By, yourself
+from fleet_service.cli.kinds import HeadCommand, HeadGroup
 from fleet_service.cli.node_text import kept_from_work, state_text
 from fleet_service.cli.options import (
     ADMIN,
@@ -66,18 +67,19 @@ _PROBE_TIMEOUT_S = 30.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+    group = typer.Typer(cls=HeadGroup, invoke_without_command=True, rich_markup_mode="rich")
     group.callback(
         epilog=examples("fleet nodes", "fleet nodes --watch", "fleet nodes --json", "fleet nodes probe")
     )(list_nodes)
-    group.command(
-        epilog=examples("fleet nodes add 10.0.0.7:8454", "fleet nodes add dns:///nodes.example:8454")
-    )(add)
-    group.command(epilog=examples("fleet nodes remove node-a"))(remove)
-    group.command(epilog=examples("fleet nodes probe", "fleet nodes probe node-a 10.0.0.7:8454"))(probe)
+    for command, shown in (
+        (add, ("fleet nodes add node-1.example:8454", "fleet nodes add dns:///nodes.example:8454")),
+        (remove, ("fleet nodes remove node-a",)),
+        (probe, ("fleet nodes probe", "fleet nodes probe node-a node-1.example:8454")),
+    ):
+        group.command(cls=HeadCommand, epilog=examples(*shown))(command)
     app.add_typer(group, name="nodes")
-    app.command(epilog=examples('fleet cordon node-a --note "new driver"'))(cordon)
-    app.command(epilog=examples("fleet uncordon node-a"))(uncordon)
+    app.command(cls=HeadCommand, epilog=examples('fleet cordon node-a --note "new driver"'))(cordon)
+    app.command(cls=HeadCommand, epilog=examples("fleet uncordon node-a"))(uncordon)
 
 
 def list_nodes(

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Self
 import grpc
 import typer
 
-from fleet_service.cli.options import TIMEOUT_S, credentials
+from fleet_service.cli.kinds import credentials
+from fleet_service.cli.options import TIMEOUT_S
 from fleet_service.cli.output import say
 from fleet_service.client import CallError, FleetClient, NoAnswerError, UnreachableError
 from fleet_service.credentials import CredentialsError

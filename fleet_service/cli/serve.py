@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fleet_service.cli.kinds import PlainCommand
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import print_json, say
 from fleet_service.cli.running import FAILED, WRONG_USE, fail
@@ -126,6 +127,7 @@ Others = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
+        cls=PlainCommand,
         epilog=examples(
             "fleet serve --node 127.0.0.1:8454",
             "fleet serve --config fleet.toml --set head.silence_s=3",
@@ -133,6 +135,7 @@ def register(app: typer.Typer) -> None:
         ),
     )(serve)
     app.command(
+        cls=PlainCommand,
         epilog=examples(
             "fleet config > fleet.toml",
             "FLEET_HEAD__SILENCE_S=3 fleet config --json",
