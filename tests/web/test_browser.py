@@ -334,15 +334,15 @@ async def test_pictures_of_it_for_the_documents(world: World, browser: Browser, 
     folder = Path(os.environ.get("FLEET_E2E_PICTURES", tmp_path))
     nodes = await world.start_nodes(4, "--decode-rate", "60", "--lanes", "3", "--label", "zone=a")
     async with served(world, *nodes) as page:
-        readings = []
-        for number in range(1, 11):
-            session_id = await open_session_on(
-                page.server, nodes[number % 4], prompt(90 * number), f"chat-{number}"
-            )
-            readings.append(Reading(generate(page.server, session_id, 260, f"answer-{number}")))
         async with a_tab(browser, page, width=1080, height=900) as tab:
             await tab.page.emulate_media(reduced_motion="reduce")
             await nodes_shown(tab, 4)
+            readings = []
+            for number in range(1, 11):
+                session_id = await open_session_on(
+                    page.server, nodes[number % 4], prompt(90 * number), f"chat-{number}"
+                )
+                readings.append(Reading(generate(page.server, session_id, 260, f"answer-{number}")))
             await readings[0].until_tokens(70)
             await nodes[1].kill()
             moved = [reading for number, reading in enumerate(readings, start=1) if number % 4 == 1]
