@@ -11,7 +11,6 @@ import grpc
 
 from fleet_service.tls import ClientTls, TlsError
 
-
 PLAIN, SECURE = "http://", "https://"
 
 

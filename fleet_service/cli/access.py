@@ -41,10 +41,10 @@ def register(app: typer.Typer) -> None:
 @access.command(
     cls=PlainCommand,
     epilog=examples(
-        "fleet access add frontend --may call --file access.toml > frontend.token",
-        "fleet access add dashboards --may read --token-file dashboards.token --file access.toml",
+        "fleet access add frontend --may call --file access.toml --token-file frontend.token",
+        "fleet access add dashboards --may read --file access.toml --token-file dashboards.token",
         "fleet access add gateway --may call --model demo --certificate gateway.example --file access.toml",
-    )
+    ),
 )
 def add(
     name: Name,
@@ -52,10 +52,15 @@ def add(
     file: File,
     may: Annotated[
         list[Permission],
-        typer.Option("--may", help="call: sessions and tokens; read: look at the fleet; operate: change it."),
+        typer.Option(
+            "--may",
+            metavar="call|read|operate",
+            help="call: sessions and tokens; read: look at the fleet; operate: change it.",
+        ),
     ],
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Only this model; repeatable.", show_default="all")
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help="Only this model; repeatable.", show_default="all"),
     ] = None,
     certificate: Annotated[
         str, typer.Option(metavar="NAME", help="Known by a client certificate of that name, not by a token.")
@@ -130,6 +135,13 @@ def _known_by(entry: Entry) -> str:
 
 
 def _write_token(path: Path, token: str) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise AccessFileError(
+            f"{path} exists, and may hold a token in use: choose another --token-file, or remove it"
+        ) from None
+    except OSError as error:
+        raise AccessFileError(f"the token cannot be written to {path}: {error.strerror}") from error
     with os.fdopen(handle, "w", encoding="ascii") as file:
         file.write(f"{token}\n")

@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
             "fleet conformance 127.0.0.1:8454",
             "fleet conformance 127.0.0.1:8454 --rule N17 --rule N32",
             "fleet conformance node.example:8454 --token-file /etc/fleet/token --node-ca ca.pem --json",
-        )
+        ),
     )(conformance)
 
 

@@ -46,7 +46,8 @@ class Files:
     key: Path | None = None
 
 
-_files: ContextVar[Files] = ContextVar("files", default=Files())
+_NOTHING = Files()
+_files: ContextVar[Files] = ContextVar("files", default=_NOTHING)
 
 
 def show(files: Files) -> None:
@@ -89,18 +90,17 @@ def _options() -> list[Any]:
     return list(typer.main.get_command(maker).params)
 
 
-def _for_people(command: Any) -> None:
-    """Let the library break the lines of a help text, and say no type of what takes no value."""
-    if command.help:
-        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help))
-    for option in command.params:
-        _untyped(option)
+def _flowing(text: str | None) -> str | None:
+    """A help text whose lines the library breaks, at the terminal's width."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text)) if text else text
 
 
-def _untyped(option: Any) -> Any:
-    if getattr(option, "is_flag", False):
-        option.metavar = ""
-    return option
+def _untyped(options: list[Any]) -> list[Any]:
+    """The same; a type is said of what takes a value alone."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
 
 
 class PlainCommand(TyperCommand):
@@ -108,10 +108,10 @@ class PlainCommand(TyperCommand):
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        _for_people(self)
+        self.help = _flowing(self.help)
 
-    def get_help_option(self, ctx: Any) -> Any:
-        return _untyped(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
 
 
 class PlainGroup(TyperGroup):
@@ -119,10 +119,10 @@ class PlainGroup(TyperGroup):
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        _for_people(self)
+        self.help = _flowing(self.help)
 
-    def get_help_option(self, ctx: Any) -> Any:
-        return _untyped(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
 
 
 class HeadCommand(PlainCommand):
@@ -156,6 +156,6 @@ class HeadGroup(PlainGroup):
                 continue
             flag = option.opts[0]
             if flag not in known:
-                ctx.fail(f"{flag} is for `{ctx.command_path}` alone, not for `{command.name}`")
+                ctx.fail(f"{flag} is for `fleet {ctx.info_name}` alone, not for `{command.name}`")
             words += [flag] if getattr(option, "is_flag", False) else [flag, str(ctx.params[option.name])]
         return words

@@ -93,7 +93,12 @@ TokenFile = Annotated[
     ),
 ]
 NoAuth = Annotated[
-    bool, typer.Option("--insecure-no-auth", help="Listen beyond this machine without a fleet token.")
+    bool,
+    typer.Option(
+        "--insecure-no-auth",
+        help="Listen beyond this machine though nobody is asked who he is: neither nodes for a fleet token, "
+        "nor callers and operators for access tokens.",
+    ),
 ]
 Policy = Annotated[
     str | None,
@@ -131,7 +136,8 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "fleet serve --node 127.0.0.1:8454",
             "fleet serve --config fleet.toml --set head.silence_s=3",
-            "FLEET_NODES=10.0.0.7,10.0.0.8 fleet serve --token-file token --listen 0.0.0.0:8455",
+            "FLEET_NODES=node-1.example,node-2.example fleet serve --token-file token",
+            "fleet serve --node 127.0.0.1:8454 --listen 0.0.0.0:8455 --set access_file=access.toml",
         ),
     )(serve)
     app.command(

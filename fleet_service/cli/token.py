@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
             "fleet token --file /etc/fleet/token",
             "fleet serve --token-file /etc/fleet/token --join-listen 0.0.0.0:8457",
             "fleet-node --model demo --token-file /etc/fleet/token --join head.example:8457",
-        )
+        ),
     )(token)
 
 

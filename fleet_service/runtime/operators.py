@@ -26,6 +26,8 @@ from fleet_service.runtime.views import (
 )
 from fleet_service.runtime.watch import FleetWatch, Watcher
 
+DRAINS_BESIDE_WATCHERS = 64
+"""Drains whose progress can be read though all places of watchers are taken."""
 PROBES_AT_ONCE = 16
 
 
@@ -134,7 +136,7 @@ class Operators:
     def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
         """Move a node's sessions away; the progress is there to be read. Raises LIMIT_EXCEEDED for that."""
         node = self._find(ref)
-        leave = self._watch.enter()
+        leave = self._watch.enter(DRAINS_BESIDE_WATCHERS)
         return DrainProgress(self._drains.start(node, by, note), self._watch.stopping, leave)
 
     def watch_fleet(self, *, with_turns: bool) -> Watcher:

@@ -267,7 +267,7 @@ async def test_a_joining_node_with_another_token_ends_with_2_and_the_head_works_
         ended = await run("fleet-node", *flags, "--join", secured.join, *tls)
         assert ended.code == 2
         assert "refuses this node (FLEET_TOKEN_REFUSED)" in ended.err
-        assert "give node and head the same fleet token" in ended.err
+        assert "with --token-file" in ended.err
         assert other.read_text().strip() not in ended.err
     answer = await secured.fleet("generate", "--model", MODEL, "--tokens", "1,2,3", "--max-new", "5")
     assert [int(token) for token in answer.out.split()] == reference_tokens(StubModel(MODEL), 0, [1, 2, 3], 5)
