@@ -53,6 +53,7 @@ class Operators:
         self._clock = clock
         self._drains = drains
         self._watch = watch
+        self.drain_places = DRAINS_BESIDE_WATCHERS
 
     # Reading
 
@@ -136,7 +137,7 @@ class Operators:
     def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
         """Move a node's sessions away; the progress is there to be read. Raises LIMIT_EXCEEDED for that."""
         node = self._find(ref)
-        leave = self._watch.enter(DRAINS_BESIDE_WATCHERS)
+        leave = self._watch.enter(self.drain_places)
         return DrainProgress(self._drains.start(node, by, note), self._watch.stopping, leave)
 
     def watch_fleet(self, *, with_turns: bool) -> Watcher:
