@@ -21,8 +21,8 @@ TOGETHER_S = 2.0
 """Nodes that fell silent within this time of each other fell silent together."""
 
 NEARLY = 2 / 3
-"""Of the silence limit: a node that was quiet so long counts as silent where it is asked who else is. Else the
-first of many that fall silent together would be judged alone, a moment before the others."""
+"""Of the silence limit: a node that was quiet so long counts as silent where it is asked who else is. Else
+the first of many that fall silent together would be judged alone, a moment before the others."""
 
 DOUBT_FACTOR = 3.0
 """After so many times the silence limit, even silence of many is taken for what it looks like."""
