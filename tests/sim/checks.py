@@ -164,7 +164,7 @@ class FleetChecks:
 
     def linked(self, link: SimLink) -> None:
         """A link has opened."""
-        earlier = [epoch for _, epoch in link.found if not self._oracle.is_of_this_head(epoch)]
+        earlier = [each for each in link.found if not self._oracle.is_of_this_head(*each)]
         if earlier and Feature.RECONCILE in link.hello.features:
             self._oracle.met("a node holds what an earlier head left")
 
@@ -261,7 +261,7 @@ class FleetChecks:
 
     def _means(self, head: Head, node: Node, link: SimLink, session_id: str, epoch: int) -> bool:
         """The head means the node to hold it, or is about to have it freed, or cannot know of it."""
-        if not self._oracle.is_of_this_head(epoch) and (
+        if not self._oracle.is_of_this_head(session_id, epoch) and (
             Feature.RECONCILE not in node.features or (session_id, epoch) not in link.found
         ):
             return True

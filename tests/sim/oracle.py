@@ -45,7 +45,7 @@ class Oracle:
         self.lives = 1  # of heads, so far
         self._earlier: dict[tuple[str, int], Record] = {}  # of heads that died: by generation, epoch
         self._seen: dict[str, int] = {}  # by incarnation, the highest epoch it had seen when a head died
-        self._epochs: set[int] = set()  # of the head that lives
+        self._epochs: set[tuple[str, int]] = set()  # sessions' bindings by the head that lives
         self.staying = Staying()
         self._admissions: set[tuple[str, int, str]] = set()
         self.troubles: dict[str, Trouble] = {}
@@ -90,8 +90,9 @@ class Oracle:
         for process in processes:
             self._seen[process.incarnation] = process.rules.highest_epoch(fleet_id)
 
-    def is_of_this_head(self, epoch: int) -> bool:
-        return epoch in self._epochs
+    def is_of_this_head(self, session_id: str, epoch: int) -> bool:
+        """Two heads may use one epoch, where no node has told the second of it: for other sessions."""
+        return (session_id, epoch) in self._epochs
 
     def stood_still(self, from_s: float, to_s: float) -> None:
         """The head did not run meanwhile."""
@@ -332,7 +333,7 @@ class Oracle:
     def attempt_begins(self, record: Record, node: str, epoch: int) -> None:
         record.attempts += 1
         record.epochs.add(epoch)
-        self._epochs.add(epoch)
+        self._epochs.add((record.session_id, epoch))
         if record.finished is not None:
             self.violation(f"{record.generation_id} is tried on {node} after its end")
         process = self.process_of(node)
