@@ -108,11 +108,12 @@ def run(config: FleetConfig, announce: Callable[[str], None]) -> None:
     """
     configure_logging(sys.stderr, config.log.level, config.log.format)
     warn_of_clear_tokens(config)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve_until_signal(config, announce))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the head's event loop: uvloop's where it is installed, else None, asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
