@@ -10,7 +10,7 @@ PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST  := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 PROTOS  := $(shell find proto/fleet -name '*.proto' -o -name '*.json' 2>/dev/null)
 # What there is of these is checked.
-TYPED   := $(wildcard fleet_service node_stub proto/build_hook.py tests examples)
+TYPED   := $(wildcard fleet_service node_stub proto/build_hook.py tests examples benchmarks)
 
 # The end-to-end tests whose nodes can dial the head instead of being dialed.
 JOINED  := $(addprefix tests/e2e/test_,one_node.py node_death.py delivered_end.py cancel.py disconnect.py \

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.relay [--json]`. CPU time of the head's own process is read before and after each load,
 so that other work on the machine disturbs the figures little. Each load is run over both kinds of link to the
-nodes: plain RPCs, and one multiplexed link each.
+nodes: plain RPCs, and one multiplexed link each; and over a bare relay of `benchmarks.bare`, which tells what
+gRPC costs without a head.
 """
 
 from __future__ import annotations
@@ -96,6 +97,15 @@ async def _drive(address: str, load: Load) -> tuple[int, int, float]:
         return load.streams * load.rounds, sum(got), time.monotonic() - began
 
 
+async def _measure_bare(folder: Path, load: Load) -> Result:
+    bare = [sys.executable, "-m", "benchmarks.bare"]
+    async with Children(folder) as children:
+        source = [*bare, "source", "--rate", str(load.rate)]
+        _, line = await children.start("source", source, "bare: serving")
+        relay, line = await children.start("relay", [*bare, "relay", line.split()[-1]], "bare: serving")
+        return await _cost(relay, line.split()[-1], load, "bare")
+
+
 async def _measure(folder: Path, load: Load, *, multiplexed: bool) -> Result:
     async with Children(folder) as children:
         nodes = [await _node(children, f"n{i}", load) for i in range(2)]
@@ -104,11 +114,11 @@ async def _measure(folder: Path, load: Load, *, multiplexed: bool) -> Result:
         command = [*serve, "--log-level", "warning", "--set", f"links.multiplexed={multiplexed}", *flags]
         head, line = await children.start("head", command, "fleet: serving")
         address = line.split()[4].rstrip(",")
-        await _drive(address, Load("warm-up", 8, 2, 8, load.rate))
         return await _cost(head, address, load, "link" if multiplexed else "plain")
 
 
 async def _cost(head: Child, address: str, load: Load, nodes: str) -> Result:
+    await _drive(address, Load("warm-up", 8, 2, 8, load.rate))
     head_before, own_before = cpu_s(head.process.pid), time.process_time()
     requests, tokens, wall_s = await _drive(address, load)
     head_s = cpu_s(head.process.pid) - head_before
@@ -137,6 +147,8 @@ async def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         results = []
         for load in LOADS:
+            print(f"running: {load.name}, bare relay", file=sys.stderr, flush=True)
+            results.append(await _measure_bare(Path(folder), load))
             for multiplexed in (False, True):
                 kind = "link" if multiplexed else "plain"
                 print(f"running: {load.name}, nodes by {kind}", file=sys.stderr, flush=True)

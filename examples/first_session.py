@@ -3,6 +3,7 @@
 Needs a head, and a node that is up: `.venv/bin/python -m examples.first_session [HOST:PORT [MODEL]]`.
 """
 
+import argparse
 import sys
 
 import grpc
@@ -25,8 +26,12 @@ def first_session(address: str = "127.0.0.1:8455", model: str = "demo") -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m examples.first_session")
+    parser.add_argument("address", nargs="?", default="127.0.0.1:8455", metavar="HOST:PORT")
+    parser.add_argument("model", nargs="?", default="demo")
+    given = parser.parse_args()
     try:
-        first_session(*sys.argv[1:])
+        first_session(given.address, given.model)
     except grpc.RpcError as error:
         # What the head says of it: docs/errors.md shows how a program reads more than the text.
         sys.exit(f"{error.code().name}: {error.details()}")

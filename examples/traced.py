@@ -6,6 +6,7 @@ jaeger` starts one, which shows the trace at the address that is printed.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -123,5 +124,7 @@ async def demonstrate(folder: Path, otlp: str) -> int:
 
 
 if __name__ == "__main__":
-    endpoint = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:4317"
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m examples.traced")
+    parser.add_argument("endpoint", nargs="?", default="127.0.0.1:4317", metavar="HOST:PORT")
+    endpoint = parser.parse_args().endpoint
     sys.exit(run_to_exit_code("traced", lambda folder: demonstrate(folder, endpoint)))

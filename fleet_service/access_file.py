@@ -12,13 +12,15 @@ may = ["read"]
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ TOKEN_PREFIX = "fleet_"  # noqa: S105 - so that scanners for secrets find one th
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEYS = {"sha256", "certificate", "may", "models"}
 _OWNER_ONLY = 0o600
+_HEAD_LINE = "# Who may call. `fleet access` writes this file; a head reads it again when it changes.\n"
 
 
 class AccessFileError(Exception):
@@ -74,7 +77,8 @@ def hash_of(token: str) -> str:
 def read_access(path: Path) -> Access:
     """Raises AccessFileError."""
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        tables = tomllib.loads(text)
     except OSError as error:
         raise AccessFileError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -85,6 +89,11 @@ def read_access(path: Path) -> Access:
             entries[name] = _entry(name, table)
         except ValueError as error:
             raise AccessFileError(f"{path}, [{name}]: {error}") from None
+    if text.startswith(_HEAD_LINE):
+        if not text.endswith(_last_line(len(entries))):
+            raise AccessFileError(f"{path} lacks its last line, so that some may be missing")
+    elif not entries:
+        raise AccessFileError(f"{path} names nobody; `fleet access add` adds somebody")
     for kind in ("sha256", "certificate"):
         values = [getattr(entry, kind) for entry in entries.values() if getattr(entry, kind)]
         if len(set(values)) < len(values):
@@ -94,7 +103,11 @@ def read_access(path: Path) -> Access:
 
 def add_entry(path: Path, entry: Entry) -> None:
     """Add one to the file, made if need be. Raises AccessFileError."""
-    entries = dict(read_access(path).entries) if path.exists() else {}
+    with _changing(path) as (target, entries):
+        _add(target, entries, entry)
+
+
+def _add(path: Path, entries: dict[str, Entry], entry: Entry) -> None:
     if entry.caller.name in entries:
         raise AccessFileError(f"{path} has {entry.caller.name} already; remove it, or choose another name")
     _write(path, {**entries, entry.caller.name: entry})
@@ -102,10 +115,29 @@ def add_entry(path: Path, entry: Entry) -> None:
 
 def remove_entry(path: Path, name: str) -> None:
     """Take one out of the file. Raises AccessFileError."""
-    entries = dict(read_access(path).entries)
-    if entries.pop(name, None) is None:
-        raise AccessFileError(f"{path} has no {name}; it has {', '.join(sorted(entries)) or 'nobody'}")
-    _write(path, entries)
+    with _changing(path) as (target, entries):
+        if entries.pop(name, None) is None:
+            raise AccessFileError(f"{path} has no {name}; it has {', '.join(sorted(entries)) or 'nobody'}")
+        _write(target, entries)
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[tuple[Path, dict[str, Entry]]]:
+    """The file itself, where `path` is a link to it, and its entries; one change at a time."""
+    target = path.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(
+            target.with_name(f"{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY
+        )
+    except OSError as error:
+        raise AccessFileError(f"{path} cannot be changed: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        there = target.exists() and target.read_text("utf-8").strip()
+        yield target, dict(read_access(target).entries) if there else {}
+    finally:
+        os.close(lock)
 
 
 def new_token() -> str:
@@ -137,21 +169,39 @@ def _texts(value: Any) -> list[str]:
     return value
 
 
+def _last_line(count: int) -> str:
+    """Tells a whole file from one whose end was cut off."""
+    return f"\n# end of {count}\n"
+
+
+def _list(texts: Iterable[str]) -> str:
+    return f"[{', '.join(_quoted(text) for text in sorted(texts))}]"
+
+
+def _quoted(text: str) -> str:
+    """A TOML string. JSON's is one, when what is beyond ASCII stands as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _write(path: Path, entries: Mapping[str, Entry]) -> None:
     """Replace the file as a whole, so that a head that reads it meanwhile sees the old or the new."""
-    lines = ["# Who may call. `fleet access` writes this file; a head reads it again when it changes."]
+    lines = [_HEAD_LINE.rstrip()]
     for name, entry in sorted(entries.items()):
-        lines += ["", f"[{json.dumps(name) if '.' in name else name}]"]
-        lines += [f'sha256 = "{entry.sha256}"'] if entry.sha256 else [f'certificate = "{entry.certificate}"']
-        lines.append(f"may = {json.dumps(sorted(entry.caller.may))}")
+        lines += ["", f"[{_quoted(name) if '.' in name else name}]"]
+        known_by = ("sha256", entry.sha256) if entry.sha256 else ("certificate", entry.certificate)
+        lines.append(f"{known_by[0]} = {_quoted(known_by[1])}")
+        lines.append(f"may = {_list(entry.caller.may)}")
         if entry.caller.models:
-            lines.append(f"models = {json.dumps(sorted(entry.caller.models))}")
+            lines.append(f"models = {_list(entry.caller.models)}")
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
+        if path.exists():  # whoever reads it now shall read it on
+            there = path.stat()
+            os.fchmod(handle, there.st_mode & 0o777)
+            os.fchown(handle, there.st_uid, there.st_gid)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+            file.write("\n".join([*lines, ""]) + _last_line(len(entries)))
             file.flush()
             os.fsync(handle)
         draft.replace(path)

@@ -36,6 +36,7 @@ from fleet_service.api.server import (
 )
 from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
+from fleet_service.exposure import warn_of_clear_tokens
 from fleet_service.http_server import HttpListenError
 from fleet_service.links.dialer import FleetDialer
 from fleet_service.links.join import JoinDoor
@@ -113,11 +114,13 @@ def run(config: FleetConfig, announce: Callable[[str], None]) -> None:
     Raises StartError.
     """
     configure_logging(sys.stderr, config.log.level, config.log.format)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    warn_of_clear_tokens(config)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve_until_signal(config, announce))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the head's event loop: uvloop's where it is installed, else None, asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop

@@ -7,11 +7,11 @@ Durations end in `_s` (seconds), sizes in `_bytes`, `_tokens` counts tokens.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import NoDecode
 
 from fleet_service.addresses import (
@@ -24,6 +24,7 @@ from fleet_service.addresses import (
     node_entry,
     split_address,
 )
+from fleet_service.exposure import exposed
 from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
 from fleet_service.tls import ClientTls, ServerTls
 
@@ -49,14 +50,6 @@ def _metrics_address(text: str) -> str:
 
 def _page_address(text: str) -> str:
     return _listen_address(text, PAGE_PORT) if text else text
-
-
-def _is_loopback(address: str) -> bool:
-    host = split_address(address)[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listen_address(text: str, usual_port: int) -> str:
@@ -279,6 +272,14 @@ class LinksConfig(_Section):
         )
 
 
+def _check_whole(section: BaseModel, *needed: str, given: tuple[str, ...]) -> None:
+    """Raises ValueError when some of what is needed is missing, though some is given."""
+    there = [name for name in given if getattr(section, name)]
+    missing = [name for name in needed if name not in there]
+    if there and missing:
+        raise ValueError(f"{' and '.join(there)} given without {' and '.join(missing)}: TLS needs both")
+
+
 class ServerTlsConfig(_Section):
     """TLS of a listener; its files are read again whenever they change."""
 
@@ -298,8 +299,7 @@ class ServerTlsConfig(_Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if bool(self.cert_file) != bool(self.key_file) or (self.client_ca_file and not self.cert_file):
-            raise ValueError("cert_file and key_file go together, and client_ca_file with them")
+        _check_whole(self, "cert_file", "key_file", given=("cert_file", "key_file", "client_ca_file"))
         return self
 
 
@@ -328,10 +328,10 @@ class NodeTlsConfig(_Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if bool(self.cert_file) != bool(self.key_file):
-            raise ValueError("cert_file and key_file go together")
-        if not self.enabled and (self.ca_file or self.cert_file or self.server_name):
-            raise ValueError("enabled must be true for the other settings of node_tls to count")
+        _check_whole(self, "cert_file", "key_file", given=("cert_file", "key_file"))
+        others = [name for name in ("ca_file", "cert_file", "server_name") if getattr(self, name)]
+        if others and not self.enabled:
+            raise ValueError(f"node_tls.enabled must be true for node_tls.{others[0]} to count")
         return self
 
 
@@ -399,31 +399,10 @@ class FleetConfig(_Section):
     def _agree(self) -> Self:
         if self.links.report_period_s >= self.head.silence_s:
             raise ValueError("links.report_period_s must be less than head.silence_s")
-        self._check_exposure()
+        if lines := exposed(self):
+            raise PydanticCustomError("exposed", "{lines}", {"lines": "\n".join(lines)})
         if len(self.nodes) > self.head.max_nodes:
             raise ValueError("nodes must not be more than head.max_nodes")
         if sum(map(is_name, self.nodes)) > self.links.max_dns_names:
             raise ValueError("nodes must not have more names than links.max_dns_names")
         return self
-
-    def _check_exposure(self) -> None:
-        """Where other machines can connect, nobody is let in without proof of who he is."""
-        if self.insecure_no_auth:
-            return
-        token = "without a fleet token: set token_file (`fleet token` makes one)"  # noqa: S105
-        access = "without asking who calls: set access_file (`fleet access` makes one)"
-        tls = "without TLS: set admin_tls.cert_file and admin_tls.key_file"
-        operators = not (self.access_file or self.admin_tls.client_ca_file) and access
-        for name, lacks in (
-            ("callers", not (self.access_file or self.callers_tls.client_ca_file) and access),
-            ("admin", operators),
-            ("page", operators),
-            ("page", not self.admin_tls.cert_file and tls),
-            ("join", not self.token_file and token),
-        ):
-            address = getattr(self.listen, name)
-            if lacks and address and not _is_loopback(address):
-                raise ValueError(
-                    f"listen.{name} is {address}, which other machines can reach, {lacks},"
-                    " or insecure_no_auth to let anybody in"
-                )

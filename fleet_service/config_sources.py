@@ -251,7 +251,9 @@ def _explain(error: ValidationError, merged: Mapping[str, Any], given: Mapping[s
     for problem in error.errors(include_url=False):
         name = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
         message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "exposed":
+            yield message
+        elif problem["type"] == "extra_forbidden":
             yield _unknown(name, given, list(fields))
         elif name in fields:
             value = _shown(fields[name], _value_at(merged, name))

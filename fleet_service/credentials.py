@@ -11,17 +11,37 @@ import grpc
 
 from fleet_service.tls import ClientTls, TlsError
 
+PLAIN, SECURE = "http://", "https://"
+
 
 class CredentialsError(Exception):
     """A file of a token or of TLS cannot be used; the text says which and why."""
 
 
+def split_scheme(address: str) -> tuple[str, str]:
+    """(`http://`, `https://` or nothing, the address)."""
+    for scheme in (PLAIN, SECURE):
+        if address.startswith(scheme):
+            return scheme, address.removeprefix(scheme)
+    return "", address
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """`token_file`: an access token, as `fleet access add` gives it; None = none. `tls` None = without."""
+    """`token_file`: an access token, as `fleet access add` gives it; None = none. `tls` None = without.
+
+    An address may decide for itself: http://HOST:PORT is called without TLS, https://HOST:PORT with it.
+    """
 
     token_file: Path | None = None
     tls: ClientTls | None = None
+
+    def tls_for(self, address: str) -> ClientTls | None:
+        """TLS of the calls to an address; None = without."""
+        scheme, _ = split_scheme(address)
+        if scheme == SECURE:
+            return self.tls or ClientTls()
+        return None if scheme == PLAIN else self.tls
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel whose calls carry the token. Raises CredentialsError."""
@@ -34,14 +54,16 @@ class Credentials:
         if not token.isascii() or not token.isprintable():
             raise CredentialsError(f"{self.token_file} holds no access token")
         try:
-            credentials = self.tls.credentials() if self.tls else None
+            tls = self.tls_for(address)
+            credentials = tls.credentials() if tls else None
         except TlsError as error:
             raise CredentialsError(str(error)) from error
-        if credentials and self.tls:
-            more = [*options, *self.tls.channel_options()]
-            channel = grpc.aio.secure_channel(address, credentials, options=more)
+        _, target = split_scheme(address)
+        if credentials and tls:
+            more = [*options, *tls.channel_options()]
+            channel = grpc.aio.secure_channel(target, credentials, options=more)
         else:
-            channel = grpc.aio.insecure_channel(address, options=list(options))
+            channel = grpc.aio.insecure_channel(target, options=list(options))
         return _Bearing(channel, token) if token else channel  # type: ignore[return-value] # as far as stubs go
 
 

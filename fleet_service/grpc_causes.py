@@ -19,6 +19,8 @@ CERTIFICATE_UNKNOWN = "its certificate is signed by nobody that is believed"
 CERTIFICATE_NAME = "its certificate is for another name"
 NOT_TLS = "it does not speak TLS"
 TLS_FAILED = "the TLS handshake failed"
+CONNECTING = "failed to connect"
+"""In gRPC's details where no connection came about; without it, one that was there is lost."""
 
 # The first that fits: a failed look-up may have timed out, too.
 _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(

@@ -121,18 +121,22 @@ class _Reload(Generic[_T]):
         self._tls = tls
         self._read = read
         self._seen = self._stamps()
+        self._trouble = ""
 
     def __call__(self) -> _T | None:
         stamps = self._stamps()
         if stamps == self._seen:
             return None
-        self._seen = stamps
         try:
             self._tls.check()
             configuration = self._read()
         except TlsError as error:
-            _log.error("certificate_not_taken", error=str(error), effect="the one before is served on")
+            # Tried again at the next handshake: what hinders may be rights, which are no change of the files.
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.error("certificate_not_taken", error=str(error), effect="the one before is served on")
             return None
+        self._seen, self._trouble = stamps, ""
         _log.info("certificate_read_again", file=str(self._tls.cert_file))
         return configuration
 

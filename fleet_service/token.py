@@ -13,6 +13,7 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 NONCE_BYTES = 32
 PROOF_KEY = "fleet-proof-bin"
@@ -20,8 +21,9 @@ PROOF_KEY = "fleet-proof-bin"
 
 _KEY_BYTES = 32
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * _KEY_BYTES}}}")
-_NODE_LABEL = b"fleet.v1 node"
-_HEAD_LABEL = b"fleet.v1 head"
+Way = Literal["plain", "link", "join"]
+"""How head and node speak. A proof for one way is none for another, so that nobody can pass it on between."""
+
 _OWNER_ONLY = 0o600
 
 
@@ -40,16 +42,16 @@ class FleetToken:
         self._key = key
         self.new_nonce = new_nonce
 
-    def proof(self, head_nonce: bytes, node_nonce: bytes) -> bytes:
+    def proof(self, way: Way, head_nonce: bytes, node_nonce: bytes) -> bytes:
         """The head's own."""
-        return self._mac(_HEAD_LABEL, head_nonce, node_nonce)
+        return self._mac(f"fleet.v1 head {way}", head_nonce, node_nonce)
 
-    def accepts(self, proof: bytes, head_nonce: bytes, node_nonce: bytes) -> bool:
+    def accepts(self, way: Way, proof: bytes, head_nonce: bytes, node_nonce: bytes) -> bool:
         """Whether a node's proof is right; takes the same time wherever it is wrong."""
-        return hmac.compare_digest(proof, self._mac(_NODE_LABEL, head_nonce, node_nonce))
+        return hmac.compare_digest(proof, self._mac(f"fleet.v1 node {way}", head_nonce, node_nonce))
 
-    def _mac(self, label: bytes, head_nonce: bytes, node_nonce: bytes) -> bytes:
-        return hmac.digest(self._key, label + head_nonce + node_nonce, hashlib.sha256)
+    def _mac(self, label: str, head_nonce: bytes, node_nonce: bytes) -> bytes:
+        return hmac.digest(self._key, label.encode() + head_nonce + node_nonce, hashlib.sha256)
 
 
 def read_token(path: Path) -> FleetToken:
@@ -83,15 +85,14 @@ def make_token(path: Path) -> bool:
             file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")
             file.flush()
             os.fsync(handle)
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            read_token(path)
-            return False
-        finally:
-            draft.unlink()
+        os.link(draft, path)
+    except FileExistsError:
+        read_token(path)
+        return False
     except OSError as error:
         raise TokenError(f"the fleet token cannot be written to {path}: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)
     return True
 
 

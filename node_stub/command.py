@@ -46,20 +46,23 @@ FREE_PORT = "127.0.0.1:0"
 DEFAULT_LANES = 8
 DEFAULT_WINDOW_TOKENS = 32_768
 
+# \b keeps the lines of a paragraph as they are: a command that is broken cannot be pasted.
 EXAMPLES = """
 Examples:
 
+\b
   fleet-node --model demo --identity a --listen 127.0.0.1:8454
-
-  fleet-node --model demo:4096 --lanes 4 --decode-rate 50 --fault after-tokens=5:die
-
+  fleet-node --model demo:4096 --lanes 4 --fault after-tokens=5:die
   fleet-node --model demo --identity b --join head.example:8457
+  fleet-node --engine llama --model-file SmolLM2.gguf --model smollm2
 
-  fleet-node --engine llama --model-file SmolLM2-135M-Instruct.Q4_1.gguf --model smollm2
-
-A fault is POINT[=TOKENS]:ACTION[=ARGUMENT][,times=N][,session=PREFIX]. Points: before-assign, after-assign,
-after-append, after-generate, after-tokens=N, before-finish. Actions: die, freeze, drop-link, refuse=CODE,
-engine-error, stall, wrong-epoch, repeat-index, skip-index, lose-append, repeat-append, delay=MS, cut-link=MS.
+\b
+A fault is POINT[=TOKENS]:ACTION[=ARGUMENT][,times=N][,session=PREFIX].
+Points: before-assign, after-assign, after-append, after-generate,
+  after-tokens=N, before-finish.
+Actions: die, freeze, drop-link, refuse=CODE, engine-error, stall,
+  wrong-epoch, repeat-index, skip-index, lose-append, repeat-append,
+  delay=MS, cut-link=MS.
 """
 
 

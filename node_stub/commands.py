@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,11 +10,12 @@ from fleet.v1 import node_service_pb2 as pb
 from node_stub import convert, rules
 from node_stub.calls import Call
 from node_stub.faults import Point
+from node_stub.gate import RefusalLog
 from node_stub.node import Node
 from node_stub.rules import Refusal
 from node_stub.runs import Run
 from node_stub.sender import Striker
-from node_stub.token import NONCE_BYTES, FleetToken
+from node_stub.token import NONCE_BYTES, FleetToken, Way
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -32,7 +34,7 @@ class HelloRefusal:
 
 
 def hello_of(
-    node: Node, request: pb.HandshakeRequest, token: FleetToken | None, nonce: bytes
+    node: Node, request: pb.HandshakeRequest, token: FleetToken | None, nonce: bytes, way: Way
 ) -> pb.HandshakeResponse | HelloRefusal:
     """The node's answer to a head that introduces itself; `nonce` is the node's, for a node with a token."""
     settings = node.settings
@@ -61,7 +63,7 @@ def hello_of(
         max_message_bytes=MAX_MESSAGE_BYTES,
         highest_epoch=node.rules.highest_epoch(request.fleet_id),
         nonce=nonce if token else b"",
-        proof=token.proof(request.nonce, nonce) if token else b"",
+        proof=token.proof(way, request.nonce, nonce) if token else b"",
     )
 
 
@@ -98,6 +100,7 @@ class Commands:
         self.node = node
         self.striker = striker
         self.token = token
+        self.refusals = RefusalLog(time.monotonic)
 
     async def assign(self, request: pb.AssignRequest, call: Call) -> pb.AssignResponse:
         refusal = await self._step(convert.assign_from(request), call)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
 
 from node_stub.token import PROOF_KEY, FleetToken
+
+log = logging.getLogger(__name__)
+
+_NAME_CHARS = 128
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Refuse: TypeAlias = "Callable[[grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]"
@@ -18,6 +23,22 @@ _LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
 def is_local(peer: str) -> bool:
     """Whether a gRPC peer (`ipv4:127.0.0.1:5`) is on this machine."""
     return peer.startswith(_LOCAL_PEERS)
+
+
+class RefusalLog:
+    """Logs heads that were refused, one a period: a head dials again and again. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float], period_s: float = 30.0) -> None:
+        self._clock = clock
+        self._period_s = period_s
+        self._next_s = clock()
+
+    def tell(self, head: str, peer: str, why: str) -> None:
+        """A head was refused. What it calls itself is cut: anybody can say it."""
+        if self._clock() < self._next_s:
+            return
+        self._next_s = self._clock() + self._period_s
+        log.warning("refused head %s at %s: %s", head[:_NAME_CHARS] or "(unnamed)", peer, why)
 
 
 class TokenGate(grpc.aio.ServerInterceptor):

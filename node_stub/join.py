@@ -17,9 +17,10 @@ from fleet.v1 import join_service_pb2 as join_pb
 from fleet.v1 import join_service_pb2_grpc as join_grpc
 from fleet.v1 import link_pb2 as link_pb
 from node_stub.calls import Call, Calls, LinkDropped
-from node_stub.commands import MAX_MESSAGE_BYTES, Commands
+from node_stub.commands import MAX_MESSAGE_BYTES, TOKEN_REFUSED, Commands
+from node_stub.dial_causes import dial_cause
 from node_stub.link import LinkAuthError, LinkLimits, LinkProtocolError, LinkSession
-from node_stub.tls import TlsError, TlsFiles, channel_credentials, tls_cause
+from node_stub.tls import TlsError, TlsFiles, channel_credentials
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Joiner:
             await rpc.write(join_pb.JoinRequest(frame=frame))
 
         reader = _Reader(rpc)
-        session = LinkSession(self._commands, call, write, self._limits)
+        session = LinkSession(self._commands, call, write, self._limits, "join")
         watch = asyncio.create_task(self._note_joined(session), name="joined?")
         try:
             await session.serve(reader.frames())
@@ -201,20 +202,27 @@ class Joiner:
         code, details = await rpc.code(), await rpc.details() or ""
         if code is grpc.StatusCode.UNAUTHENTICATED:
             reason = _reason_of(await rpc.trailing_metadata()) or code.name
-            raise JoinRefusedError(
-                f"{self._settings.address} refuses this node ({reason}): {details}; give node and head the "
-                "same fleet token"
-            )
+            if reason == TOKEN_REFUSED:
+                # The head's own words are for its operators.
+                has = (
+                    "another fleet token, or none"
+                    if self._commands.token
+                    else "a fleet token, and this node none"
+                )
+                details = f"it has {has}; give both the same with --token-file"
+            raise JoinRefusedError(f"{self._settings.address} refuses this node ({reason}): {details}")
         if code is grpc.StatusCode.ALREADY_EXISTS:
+            # A head says what to do about it after a semicolon: there is more than one cause.
+            what, _, do = details.rpartition("; ")
+            advice = do if what else "give this node another --identity or stop the other one"
             self._tell(
-                "refused by",
-                f"{details}; give this node another --identity or stop the other one; asking again every "
-                f"{self._settings.cap_s:g} s",
+                "refused by", f"{what or details}; {advice}; asking again every {self._settings.cap_s:g} s"
             )
             return True
         # INTERNAL is what a write to a call that is over makes of its status.
         known = {grpc.StatusCode.OK: "the link ended", grpc.StatusCode.INTERNAL: "the link broke"}
-        self._tell("left", tls_cause(details) or known.get(code, f"{details} ({code.name})"))
+        cause = dial_cause(details, with_tls=self._settings.tls is not None)
+        self._tell("left", cause or known.get(code, f"{details} ({code.name})"))
         return False
 
     def _tell(self, what: str, why: str) -> None:

@@ -18,7 +18,7 @@ from node_stub.link_outbox import Outbox
 from node_stub.link_runs import LinkRuns
 from node_stub.rules import Code, Owner, Refusal
 from node_stub.runs import Run
-from node_stub.token import FleetToken
+from node_stub.token import FleetToken, Way
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,14 @@ class LinkSession:
     """
 
     def __init__(
-        self, commands: Commands, call: Call, write: WriteFrame, limits: LinkLimits | None = None
+        self,
+        commands: Commands,
+        call: Call,
+        write: WriteFrame,
+        limits: LinkLimits | None = None,
+        way: Way = "link",
     ) -> None:
+        self._way = way
         self.hello: pb.HandshakeRequest | None = None
         """What the head said of itself, once it has and is served."""
         self.greeted = asyncio.Event()
@@ -133,9 +139,9 @@ class LinkSession:
             return None
         token = self._commands.token
         nonce = token.new_nonce() if token else b""
-        answer = hello_of(self._node, request, token, nonce)
+        answer = hello_of(self._node, request, token, nonce, self._way)
         if isinstance(answer, HelloRefusal):
-            log.warning("head %s refused: %s", request.head_id, answer.message)
+            self._commands.refusals.tell(request.head_id, self._call.peer, answer.message)
             refusal = link_pb.LinkRefusal(reason=answer.reason, message=answer.message)
             await self._write(link_pb.NodeFrame(type=link_pb.FRAME_TYPE_REFUSED, refused=refusal))
             return None
@@ -158,7 +164,7 @@ class LinkSession:
             raise LinkAuthError(f"no proof within {self._limits.hello_timeout_s:g} s of the hello") from None
         if proof is None:
             return False
-        if not token.accepts(proof, head_nonce, nonce):
+        if not token.accepts(self._way, proof, head_nonce, nonce):
             raise LinkAuthError("the head does not know this node's fleet token")
         return True
 

@@ -99,10 +99,11 @@ class NodeServicer(pb_grpc.NodeServiceServicer):
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
         async with open_call(self._calls, context):
             token = self._commands.token
-            answer = hello_of(self._node, request, token, token.own_nonce if token else b"")
+            answer = hello_of(self._node, request, token, token.own_nonce if token else b"", "plain")
             if isinstance(answer, HelloRefusal):
                 refused = answer.reason == TOKEN_REFUSED
                 code = grpc.StatusCode.UNAUTHENTICATED if refused else grpc.StatusCode.FAILED_PRECONDITION
+                self._commands.refusals.tell(request.head_id, context.peer(), answer.message)
                 await _abort(context, code, answer.message, answer.reason, answer.metadata)
             log.info("handshake with head %s, term %d (%s)", request.head_id, request.term, context.peer())
             return answer
@@ -185,7 +186,7 @@ class LinkServicer(link_grpc.LinkServiceServicer):
             try:
                 await LinkSession(self._commands, call, write, self._limits).serve(frames())
             except LinkAuthError as error:
-                log.warning("head refused at %s: %s", context.peer(), error)
+                self._commands.refusals.tell("", context.peer(), str(error))
                 await _abort(context, grpc.StatusCode.UNAUTHENTICATED, str(error), TOKEN_REFUSED)
             except LinkProtocolError as error:
                 log.warning("link with %s closed: %s", context.peer(), error)

@@ -80,6 +80,7 @@ class StubNode:
         self.told: list[str] = []
         """What it told people about its joining."""
         self._told_more = asyncio.Event()
+        self._ending = asyncio.Lock()
 
     @property
     def address(self) -> str:
@@ -169,6 +170,10 @@ class StubNode:
 
         Raises what made the engine fail, and JoinRefusedError of a node that joins.
         """
+        async with self._ending:  # who stops it again waits until it has stopped
+            await self._stop(grace_s)
+
+    async def _stop(self, grace_s: float) -> None:
         server, tasks = self._server, [task for task in (self._join, self._work) if task]
         self._server = self._work = self._join = None
         if server:

@@ -66,27 +66,13 @@ def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     )
 
 
-_CAUSES = {
-    "certificate has expired": "the head's certificate has expired",
-    "certificate is not yet valid": "the head's certificate is not valid yet; compare the clocks",
-    "CERTIFICATE_VERIFY_FAILED": "the head's certificate is not signed by what --tls-ca names",
-    "Hostname Verification": "the head's certificate is for another name than the one dialed",
-    "WRONG_VERSION_NUMBER": "the head does not speak TLS there; leave --tls-ca out, or give it a certificate",
-    "TSI_PROTOCOL_FAILURE": "the TLS handshake failed",
-}
-
-
-def tls_cause(details: str) -> str:
-    """Why TLS failed, in few words, out of what gRPC says of a call; "" when it did not."""
-    return next((cause for words, cause in _CAUSES.items() if words in details), "")
-
-
 class _Reload:
     """Called by gRPC before each handshake, in a thread of its own: the new configuration, or None."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._seen = self._stamp()
+        self._trouble = ""
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         """What the files hold now. Raises TlsError."""
@@ -100,13 +86,16 @@ class _Reload:
         stamp = self._stamp()
         if stamp == self._seen:
             return None
-        self._seen = stamp
         try:
             self._files.check()
             configuration = self.configuration()
         except TlsError as error:
-            log.error("the new certificate is not taken, the old one stays: %s", error)  # noqa: TRY400 - told
+            # Tried again at the next handshake: what hinders may be rights, which are no change of the files.
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                log.error("the new certificate is not taken, the old one stays: %s", error)  # noqa: TRY400 - told
             return None
+        self._seen, self._trouble = stamp, ""
         log.info("certificate %s read again", self._files.cert)
         return configuration
 

@@ -11,14 +11,15 @@ import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 NONCE_BYTES = 32
 PROOF_KEY = "fleet-proof-bin"
 """Metadata of a plain call: the head's nonce, then its proof."""
 
 _HEX_CHARS = 64
-_NODE_LABEL = b"fleet.v1 node"
-_HEAD_LABEL = b"fleet.v1 head"
+Way = Literal["plain", "link", "join"]
+"""How head and node speak. A proof for one way is none for another, so that nobody can pass it on between."""
 
 
 class TokenError(Exception):
@@ -36,20 +37,20 @@ class FleetToken:
         self.own_nonce = nonce()
         """That of plain calls: one for the life of the process, as no call knows its connection."""
 
-    def proof(self, head_nonce: bytes, node_nonce: bytes) -> bytes:
+    def proof(self, way: Way, head_nonce: bytes, node_nonce: bytes) -> bytes:
         """The node's own."""
-        return self._mac(_NODE_LABEL, head_nonce, node_nonce)
+        return self._mac(f"fleet.v1 node {way}", head_nonce, node_nonce)
 
-    def accepts(self, proof: bytes, head_nonce: bytes, node_nonce: bytes) -> bool:
+    def accepts(self, way: Way, proof: bytes, head_nonce: bytes, node_nonce: bytes) -> bool:
         """Whether a head's proof is right; takes the same time wherever it is wrong."""
-        return hmac.compare_digest(proof, self._mac(_HEAD_LABEL, head_nonce, node_nonce))
+        return hmac.compare_digest(proof, self._mac(f"fleet.v1 head {way}", head_nonce, node_nonce))
 
     def accepts_metadata(self, value: bytes) -> bool:
         """Whether a plain call's proof is right."""
-        return self.accepts(value[NONCE_BYTES:], value[:NONCE_BYTES], self.own_nonce)
+        return self.accepts("plain", value[NONCE_BYTES:], value[:NONCE_BYTES], self.own_nonce)
 
-    def _mac(self, label: bytes, head_nonce: bytes, node_nonce: bytes) -> bytes:
-        return hmac.digest(self._key, label + head_nonce + node_nonce, hashlib.sha256)
+    def _mac(self, label: str, head_nonce: bytes, node_nonce: bytes) -> bytes:
+        return hmac.digest(self._key, label.encode() + head_nonce + node_nonce, hashlib.sha256)
 
 
 def read_token(path: Path) -> FleetToken:

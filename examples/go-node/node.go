@@ -77,7 +77,7 @@ func (n *node) Handshake(_ context.Context, request *pb.HandshakeRequest) (*pb.H
 		if len(request.Nonce) != nonceBytes {
 			return nil, status.Error(codes.Unauthenticated, "this node has a fleet token, the head none")
 		}
-		answer.Nonce, answer.Proof = n.gate.nonce, n.gate.mac("fleet.v1 node", request.Nonce)
+		answer.Nonce, answer.Proof = n.gate.nonce, n.gate.mac("fleet.v1 node plain", request.Nonce)
 	}
 	defer n.lock()()
 	for of := range n.leases {

@@ -48,7 +48,7 @@ func (g *gate) admit(ctx context.Context) error {
 		return errNoProof
 	}
 	given := []byte(values[0])
-	if !hmac.Equal(given[nonceBytes:], g.mac("fleet.v1 head", given[:nonceBytes])) {
+	if !hmac.Equal(given[nonceBytes:], g.mac("fleet.v1 head plain", given[:nonceBytes])) {
 		return errNoProof
 	}
 	return nil

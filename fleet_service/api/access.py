@@ -69,6 +69,7 @@ class AccessGate:
         self._clock = clock
         self._stamp = _stamp(file)
         self._access: Access = read_access(file)
+        self._trouble = ""
         self._look_at_s = clock() + _LOOK_EVERY_S
 
     def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]], peer: Peer) -> Caller:
@@ -87,10 +88,20 @@ class AccessGate:
             if caller is None:
                 raise _refused("the access token is not known here; it may have been taken back")
             return caller
-        caller = self._access.of_certificate(_certificate_names(peer))
+        names = _certificate_names(peer)
+        caller = self._access.of_certificate(names)
         if caller is None:
-            raise _refused("send an access token as metadata, authorization: Bearer TOKEN")
+            raise _refused(self._unknown(names))
         return caller
+
+    def _unknown(self, names: set[str]) -> str:
+        """What is wrong with a call that carries no token."""
+        token = "send an access token as metadata, authorization: Bearer TOKEN"  # noqa: S105 - a text
+        if names:
+            return f"nobody here is known by the client certificate of {', '.join(sorted(names))}; {token}"
+        if any(entry.certificate for entry in self._access.entries.values()):
+            return f"{token}, or connect with a client certificate: none was shown, or none is asked for here"
+        return token
 
     def _look(self) -> None:
         now_s = self._clock()
@@ -100,12 +111,15 @@ class AccessGate:
         stamp = _stamp(self._file)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._access = read_access(self._file)
         except AccessFileError as error:
-            _log.error("access_file_not_taken", error=str(error), effect="those known before may call on")
+            # Tried again at the next look: what hinders may be its rights, which are no change of the file.
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.error("access_file_not_taken", error=str(error), effect="those known before may call on")
         else:
+            self._stamp, self._trouble = stamp, ""
             _log.info("access_file_read_again", file=str(self._file), names=len(self._access.entries))
 
 

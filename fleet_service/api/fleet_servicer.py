@@ -110,6 +110,9 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.ResumeSessionRequest, context: Call
     ) -> fleet.ResumeSessionResponse:
         validate.check_session_request(request)
+        if context.caller.models:
+            session = self._head.get_session(request.session_id, context.caller.name)
+            context.caller.check_model(session.spec.model)
         view = await self._head.resume_session(request.session_id, context.caller.name)
         return fleet.ResumeSessionResponse(session=convert.session_message(view))
 
@@ -180,6 +183,8 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, method: str, request: fleet.GenerateRequest | fleet.GenerateAllRequest, call: Call
     ) -> Generation:
         validate.check_generate(request)
+        if call.caller.models:
+            call.caller.check_model(self._head.get_session(request.session_id, call.caller.name).spec.model)
         return await self._head.generate(
             request.session_id,
             request.generation_id,

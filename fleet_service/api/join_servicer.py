@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from fleet.v1 import join_service_pb2, link_pb2
 from fleet_service.api.errors import DOMAIN, STATUS_DETAILS_KEY
 from fleet_service.runtime.protocols import JoinRefusedError, LinkError, LinkLostError, NodeFaultError
+from fleet_service.token import Way
 
 JOIN_SERVICE: str = join_service_pb2.DESCRIPTOR.services_by_name["JoinService"].full_name
 
@@ -42,6 +43,9 @@ class JoinStream(Protocol):
 
     @property
     def encrypted(self) -> bool: ...
+
+    @property
+    def way(self) -> Way: ...
 
 
 class Door(Protocol):
@@ -93,6 +97,8 @@ class JoinCall:
         self._context = context
         self._max_frame_bytes = max_frame_bytes
         self._limit_bytes = MAX_HELLO_BYTES
+
+    way: Way = "join"
 
     @property
     def encrypted(self) -> bool:

@@ -284,7 +284,8 @@ def check_add_node(request: admin.AddNodeRequest) -> None:
         match = _HOST_PORT.fullmatch(request.address)
         if match is None or not 1 <= int(match["port"]) <= 65535:
             problems.add(
-                "address", "must be host:port, like 10.0.0.7:8454 or [2001:db8::7]:8454, or dns:///name:port"
+                "address",
+                "must be host:port, like node-1.example:8454 or [2001:db8::7]:8454, or dns:///name:port",
             )
     problems.done()
 

@@ -18,6 +18,7 @@ from fleet_service.access_file import (
     read_access,
     remove_entry,
 )
+from fleet_service.cli.kinds import PlainCommand, PlainGroup
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import Column, print_json, print_table, say
 from fleet_service.cli.running import WRONG_USE, fail
@@ -29,7 +30,7 @@ File = Annotated[
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Who it is: the owner of the sessions it makes.")]
 
-access = typer.Typer(no_args_is_help=True, help="Say who may call the head.")
+access = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="Say who may call the head.")
 
 
 def register(app: typer.Typer) -> None:
@@ -38,11 +39,12 @@ def register(app: typer.Typer) -> None:
 
 
 @access.command(
+    cls=PlainCommand,
     epilog=examples(
-        "fleet access add frontend --may call --file access.toml > frontend.token",
-        "fleet access add dashboards --may read --token-file dashboards.token --file access.toml",
+        "fleet access add frontend --may call --file access.toml --token-file frontend.token",
+        "fleet access add dashboards --may read --file access.toml --token-file dashboards.token",
         "fleet access add gateway --may call --model demo --certificate gateway.example --file access.toml",
-    )
+    ),
 )
 def add(
     name: Name,
@@ -50,10 +52,15 @@ def add(
     file: File,
     may: Annotated[
         list[Permission],
-        typer.Option("--may", help="call: sessions and tokens; read: look at the fleet; operate: change it."),
+        typer.Option(
+            "--may",
+            metavar="call|read|operate",
+            help="call: sessions and tokens; read: look at the fleet; operate: change it.",
+        ),
     ],
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Only this model; repeatable.", show_default="all")
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help="Only this model; repeatable.", show_default="all"),
     ] = None,
     certificate: Annotated[
         str, typer.Option(metavar="NAME", help="Known by a client certificate of that name, not by a token.")
@@ -81,7 +88,7 @@ def add(
     )
 
 
-@access.command()
+@access.command(cls=PlainCommand)
 def remove(name: Name, *, file: File) -> None:
     """Let somebody call no more; a running head knows within a second. Its streams run to their end."""
     try:
@@ -91,7 +98,7 @@ def remove(name: Name, *, file: File) -> None:
     say(f"fleet: {name} may call no more")
 
 
-@access.command("list")
+@access.command("list", cls=PlainCommand)
 def list_(*, file: File, as_json: AsJson = False) -> None:
     """Show who may call; tokens are not to be had from here."""
     try:
@@ -128,6 +135,13 @@ def _known_by(entry: Entry) -> str:
 
 
 def _write_token(path: Path, token: str) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise AccessFileError(
+            f"{path} exists, and may hold a token in use: choose another --token-file, or remove it"
+        ) from None
+    except OSError as error:
+        raise AccessFileError(f"the token cannot be written to {path}: {error.strerror}") from error
     with os.fdopen(handle, "w", encoding="ascii") as file:
         file.write(f"{token}\n")

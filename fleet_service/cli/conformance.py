@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from fleet_service.cli.kinds import PlainCommand
 from fleet_service.cli.options import AsJson, examples, node_address
 from fleet_service.cli.output import print_json, tell
 from fleet_service.cli.running import FAILED, WRONG_USE, fail
@@ -34,11 +35,12 @@ _OUTCOME_WIDTH = 9
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=PlainCommand,
         epilog=examples(
             "fleet conformance 127.0.0.1:8454",
             "fleet conformance 127.0.0.1:8454 --rule N17 --rule N32",
             "fleet conformance node.example:8454 --token-file /etc/fleet/token --node-ca ca.pem --json",
-        )
+        ),
     )(conformance)
 
 

@@ -26,7 +26,8 @@ from fleet_service.cli.findings import (
     healthy,
     window,
 )
-from fleet_service.cli.node_text import kept_from_work, state_text
+from fleet_service.cli.kinds import HeadCommand, credentials
+from fleet_service.cli.node_text import has_joined, kept_from_work, state_text
 from fleet_service.cli.options import (
     ADMIN,
     CALLERS,
@@ -34,14 +35,12 @@ from fleet_service.cli.options import (
     AdminAddress,
     AsJson,
     Timeout,
-    credentials,
     examples,
 )
 from fleet_service.cli.output import count, duration, enum_name, plain, print_json, tell
 from fleet_service.cli.running import FAILED, Head, run
-from fleet_service.client import CallError, FleetClient
-from fleet_service.grpc_causes import connection_cause
-from fleet_service.runtime.join_desk import JOINED_PREFIX
+from fleet_service.cli.unreachable import what_and_do
+from fleet_service.client import CallError, FleetClient, UnreachableError
 
 # A probe of a node that does not answer takes the head's connect and handshake timeouts.
 _TIMEOUT_S = 30.0
@@ -51,7 +50,7 @@ _CALLERS_SERVICE = "fleet.v1.FleetService"
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog=examples("fleet doctor", "fleet doctor --json"))(doctor)
+    app.command(cls=HeadCommand, epilog=examples("fleet doctor", "fleet doctor --json"))(doctor)
 
 
 def doctor(
@@ -71,13 +70,13 @@ async def _examine(head: Head, callers_address: str, *, as_json: bool) -> int:
         callers_address, head.address, connect_timeout_s=head.timeout_s, credentials=credentials()
     ) as client:
         # The list comes last: a state that is older than its probe would be hard to make sense of.
-        probes, (callers, detail) = await asyncio.gather(
+        probes, (callers, detail, advice) = await asyncio.gather(
             client.ask(client.admin.ProbeNodes(ProbeNodesRequest(), timeout=head.timeout_s)),
             _callers_health(client, min(head.timeout_s, _HEALTH_TIMEOUT_S)),
         )
         listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=head.timeout_s))
     by_address = {probe.address: probe for probe in probes.probes}
-    seen = HeadSeen(callers, detail, listed.books_balance)
+    seen = HeadSeen(callers, detail, listed.books_balance, advice)
     found = findings(seen, listed.nodes, by_address, listed.names)
     if as_json:
         print_json(_as_object(seen, listed, by_address, found))
@@ -87,8 +86,8 @@ async def _examine(head: Head, callers_address: str, *, as_json: bool) -> int:
     return 0 if healthy(found) else FAILED
 
 
-async def _callers_health(client: FleetClient, timeout_s: float) -> tuple[Callers, str]:
-    """Health at the callers' listener; where it cannot be had, why."""
+async def _callers_health(client: FleetClient, timeout_s: float) -> tuple[Callers, str, str]:
+    """Health at the callers' listener; where it cannot be had, why, and what to do."""
 
     async def serving(service: str) -> bool:
         request = health_pb2.HealthCheckRequest(service=service)
@@ -98,11 +97,14 @@ async def _callers_health(client: FleetClient, timeout_s: float) -> tuple[Caller
     try:
         # The process is SERVING until it drains, whatever its nodes do.
         if not await serving(""):
-            return Callers.DRAINING, ""
-        return Callers.SERVING if await serving(_CALLERS_SERVICE) else Callers.NOT_SERVING, ""
+            return Callers.DRAINING, "", ""
+        return Callers.SERVING if await serving(_CALLERS_SERVICE) else Callers.NOT_SERVING, "", ""
+    except UnreachableError as error:
+        what, do = what_and_do(error, client.address, "--address", credentials())
+        advice = "" if what.startswith("no head listens") else " ".join(do)
+        return Callers.UNREACHABLE, what, advice
     except CallError as error:
-        why = connection_cause(error.message) or error.message
-        return Callers.UNREACHABLE, f"{client.address}: {why}"
+        return Callers.UNREACHABLE, f"{client.address}: {error.message}", ""
 
 
 def _as_object(
@@ -110,7 +112,11 @@ def _as_object(
 ) -> dict[str, object]:
     return {
         "healthy": healthy(found),
-        "head": asdict(head),
+        "head": {
+            "callers": head.callers,
+            "callers_detail": head.callers_detail,
+            "books_balance": head.books_balance,
+        },
         "nodes": [
             {
                 "node": plain(node),
@@ -181,7 +187,7 @@ def _facts(node: Node, probe: NodeProbe | None) -> Iterator[tuple[str, str]]:
 
 def _handshake(node: Node, probe: NodeProbe | None) -> str:
     """What became of it: accepted, with token and version; refused; none; not_dialed where it joined."""
-    if node.address.startswith(JOINED_PREFIX):
+    if has_joined(node):
         return "not_dialed"
     if probe is None:
         return "not_tried"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from fleet.v1.admin_service_pb2 import (
+    DrainState,
     ExplainPlacementRequest,
     ExplainPlacementResponse,
     ListNodesRequest,
     NodeVerdict,
 )
 from fleet.v1.fleet_service_pb2 import SessionSpec
+from fleet_service.cli.kinds import HeadCommand
 from fleet_service.cli.options import ADMIN, TIMEOUT_S, AdminAddress, AsJson, Timeout, examples, parse_labels
-from fleet_service.cli.output import Column, duration, plain, print_json, print_table, tell
+from fleet_service.cli.output import Column, duration, enum_name, plain, print_json, print_table, tell
 from fleet_service.cli.running import UNKNOWN_MODEL, Head, advice_on, closest, facts_of, run
+from fleet_service.client import CallError, FleetClient
 
+_CORDONED = "cordoned"
 _COLUMNS = (
     Column("NODE"),
     Column("VERDICT"),
@@ -35,6 +40,7 @@ _COLUMNS = (
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=HeadCommand,
         epilog=examples(
             "fleet explain --session chat-7",
             "fleet explain --model demo --prompt-tokens 4000 --label zone=a",
@@ -82,15 +88,31 @@ def explain(
             if model and reply.refusal_reason in UNKNOWN_MODEL:
                 listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout))
                 advice = closest(model, [each.name for node in listed.nodes for each in node.models])
+            drains = {} if as_json else await _drains(client, reply, timeout)
         if as_json:
             print_json(plain(reply))
         else:
-            _show(reply, advice or advice_on(reply.refusal_reason))
+            _show(reply, advice or advice_on(reply.refusal_reason), drains)
 
     run(work(), head=head, as_json=as_json)
 
 
-def _show(reply: ExplainPlacementResponse, advice: str) -> None:
+async def _drains(client: FleetClient, reply: ExplainPlacementResponse, timeout_s: float) -> dict[str, str]:
+    """What the drains of nodes left out as cordoned have come to: draining or drained."""
+    if all(verdict.left_out != _CORDONED for verdict in reply.verdicts):
+        return {}
+    try:
+        listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=timeout_s))
+    except CallError:
+        return {}  # the verdicts are told without it
+    return {
+        node.name: enum_name(DrainState.DESCRIPTOR, node.drain.state).lower()
+        for node in listed.nodes
+        if node.HasField("drain")
+    }
+
+
+def _show(reply: ExplainPlacementResponse, advice: str, drains: Mapping[str, str]) -> None:
     if reply.chosen:
         tell(f"{reply.policy}: it would go to {reply.chosen}")
     else:
@@ -98,16 +120,19 @@ def _show(reply: ExplainPlacementResponse, advice: str) -> None:
         tell(f"{reply.policy}: it would go nowhere: {facts} [{reply.refusal_reason}]")
         if advice:
             tell(f"  what to do: {advice}")
-    rows = [_row(verdict) for verdict in reply.verdicts]
+    rows = [_row(verdict, drains) for verdict in reply.verdicts]
     print_table(_COLUMNS, rows)
     if any(cell.startswith("~") for row in rows for cell in row):
         tell("~ a stand-in: the node has not reported that rate yet")
 
 
-def _row(verdict: NodeVerdict) -> tuple[str, ...]:
+def _row(verdict: NodeVerdict, drains: Mapping[str, str]) -> tuple[str, ...]:
+    left_out = verdict.left_out
+    if left_out == _CORDONED:  # which a drain does, too
+        left_out = drains.get(verdict.node, left_out)
     return (
         verdict.node,
-        "eligible" if verdict.eligible else f"left out: {verdict.left_out}",
+        "eligible" if verdict.eligible else f"left out: {left_out}",
         duration(verdict.eta_ms) if verdict.eligible and verdict.HasField("eta_ms") else "-",
         str(verdict.ahead),
         _rate(verdict, verdict.decode_tokens_per_s, reported=verdict.decode_reported),

@@ -17,7 +17,7 @@ from fleet.v1.admin_service_pb2 import (
     Node,
     NodeProbe,
 )
-from fleet_service.cli.node_text import kept_from_work
+from fleet_service.cli.node_text import has_joined, is_emptied, kept_from_work
 from fleet_service.cli.output import count, duration
 from fleet_service.grpc_causes import (
     CERTIFICATE_EARLY,
@@ -31,7 +31,6 @@ from fleet_service.grpc_causes import (
     REFUSED,
     TLS_FAILED,
 )
-from fleet_service.runtime.join_desk import JOINED_PREFIX
 
 _CONNECTING = "its first connection is being made"
 
@@ -88,11 +87,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HeadSeen:
-    """The head as a whole. `callers_detail` says why its callers' listener is unreachable."""
+    """The head as a whole. Where its callers' listener is unreachable: why, and what to do."""
 
     callers: Callers
     callers_detail: str
     books_balance: bool
+    callers_advice: str = ""
 
 
 def findings(
@@ -138,7 +138,8 @@ def _of_head(head: HeadSeen, nodes: Sequence[Node]) -> Iterator[Finding]:
             Severity.ERROR,
             "",
             f"callers cannot reach the head: {head.callers_detail}",
-            "say where it listens for callers with --address HOST:PORT, or see its settings listen.*",
+            head.callers_advice
+            or "say where it listens for callers with --address HOST:PORT, or see its settings listen.*",
         )
     elif head.callers is Callers.DRAINING:
         yield Finding(
@@ -164,7 +165,7 @@ def _of_head(head: HeadSeen, nodes: Sequence[Node]) -> Iterator[Finding]:
         yield Finding(
             Severity.ERROR,
             "",
-            "every node that is up is cordoned: new work is refused",
+            f"every node that is up is {_kept(usable)}: new work is refused",
             "let work on one again with `fleet uncordon NODE`, or add a node",
         )
     if not head.books_balance:
@@ -176,6 +177,14 @@ def _of_head(head: HeadSeen, nodes: Sequence[Node]) -> Iterator[Finding]:
             + (f" (here: {', '.join(odd)})" if odd else " (they do again by now)"),
             "that is a fault of the head: keep its log and report it; restart it when it can be spared",
         )
+
+
+def _kept(nodes: Sequence[Node]) -> str:
+    """How all of them are kept from new work."""
+    drained = sum(node.HasField("drain") for node in nodes)
+    if drained == len(nodes):
+        return "drained"
+    return "cordoned or drained" if drained else "cordoned"
 
 
 def _of_names(names: Sequence[DnsName]) -> Iterator[Finding]:
@@ -239,6 +248,8 @@ def _of_node(node: Node, probe: NodeProbe | None) -> Iterator[Finding]:
         again = f"let work on it again with `fleet uncordon {node.name}`"
         if node.HasField("drain") and node.drain.state == DRAIN_STATE_DRAINING:
             do = f"see it with `fleet drain {node.name} --wait`, or {again}"
+        elif is_emptied(node) and node.state == NODE_STATE_DOWN:
+            return  # told above
         elif node.HasField("drain"):
             do = f"stop it, or take it out with `fleet nodes remove {node.name}`, or {again}"
         else:
@@ -257,10 +268,17 @@ def _of_node(node: Node, probe: NodeProbe | None) -> Iterator[Finding]:
 
 
 def _of_connection(node: Node, probe: NodeProbe | None) -> Iterator[Finding]:
-    joined = node.address.startswith(JOINED_PREFIX)
+    joined = has_joined(node)
     failed = "" if joined or probe is None or probe.reachable else probe.detail
     answers = probe is not None and probe.reachable
-    if node.state == NODE_STATE_DOWN and joined:
+    if node.state == NODE_STATE_DOWN and is_emptied(node):
+        yield Finding(
+            Severity.NOTE,
+            node.name,
+            f"down, after it was drained: {node.state_detail or failed or 'it has not dialed in'}",
+            f"take it out with `fleet nodes remove {node.name}`, or start it again and `fleet uncordon` it",
+        )
+    elif node.state == NODE_STATE_DOWN and joined:
         what = f"down: {node.state_detail}" if node.state_detail else "down: it has not dialed in"
         yield Finding(
             Severity.ERROR, node.name, what, "it has to dial this head: start it, and see its log for why not"

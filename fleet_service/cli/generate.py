@@ -24,10 +24,12 @@ from fleet.v1.fleet_service_pb2 import (
     GetSessionRequest,
     ListModelsRequest,
     Moved,
+    Session,
     SessionSpec,
 )
 from fleet.v1.fleet_service_pb2 import MoveCause as MoveCauseEnum
 from fleet.v1.types_pb2 import FinishReason, SamplingParams, TokenSequence
+from fleet_service.cli.kinds import HeadCommand
 from fleet_service.cli.options import (
     CALLERS,
     TIMEOUT_S,
@@ -37,7 +39,7 @@ from fleet_service.cli.options import (
     parse_tokens,
 )
 from fleet_service.cli.output import count, duration, enum_name, plain, print_json, say, terminal_width
-from fleet_service.cli.running import FAILED, UNKNOWN_MODEL, Head, closest, report, run
+from fleet_service.cli.running import FAILED, UNKNOWN_MODEL, WRONG_USE, Head, closest, fail, report, run
 from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient, Reattached
 
 _WHOLE_ANSWERS = (
@@ -51,6 +53,7 @@ _CANCEL_TIMEOUT_S = 3.0
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=HeadCommand,
         epilog=examples(
             "fleet generate --model demo --tokens 1,2,3",
             "fleet generate --model demo --tokens 1,2,3 --session chat-7 --extend",
@@ -136,10 +139,14 @@ def generate(  # noqa: PLR0913 - one argument per option
         disconnect_grace_ms=REATTACH_GRACE_MS,
         sampling=sampling if session else None,
     )
+    token_ids = parse_tokens(sys.stdin.read() if tokens == "-" else tokens)
+    if tokens and not token_ids:
+        where = "standard input has none" if tokens == "-" else "here are none"
+        raise typer.BadParameter(f"wants token ids, for example 1,2,3; {where}", param_hint="--tokens")
     order = _Order(
         session_id=session,
         spec=SessionSpec(model=model, sampling=sampling, node_selector=parse_labels(label or [])),
-        token_ids=parse_tokens(sys.stdin.read() if tokens == "-" else tokens),
+        token_ids=token_ids,
         generation=spec,
         generation_id=f"cli-{uuid.uuid4().hex}",
     )
@@ -184,7 +191,7 @@ async def _advice(client: FleetClient, error: CallError, model: str) -> str:
 async def _prepare_session(client: FleetClient, order: _Order) -> None:
     """Append the prompt to the session; make the session when it is missing and a model is named."""
     try:
-        await client.ask(
+        found = await client.ask(
             client.fleet.GetSession(GetSessionRequest(session_id=order.session_id), timeout=TIMEOUT_S)
         )
     except CallError as error:
@@ -193,9 +200,28 @@ async def _prepare_session(client: FleetClient, order: _Order) -> None:
         create = CreateSessionRequest(session_id=order.session_id, spec=order.spec, token_ids=order.token_ids)
         await client.ask(client.fleet.CreateSession(create, timeout=TIMEOUT_S))
         return
+    _check_same(order, found.session)
     if order.token_ids:
         append = AppendTokensRequest(session_id=order.session_id, token_ids=order.token_ids)
         await client.ask(client.fleet.AppendTokens(append, timeout=TIMEOUT_S))
+
+
+def _check_same(order: _Order, session: Session) -> None:
+    """End the command where it asks for another model or other labels than the session was made with."""
+    there, asked = session.spec, order.spec
+    if asked.model and asked.model != there.model:
+        fail(
+            f"session {session.session_id} is there, of model {there.model}, and stays so; "
+            "leave --model out, or name another session",
+            WRONG_USE,
+        )
+    if asked.node_selector and dict(asked.node_selector) != dict(there.node_selector):
+        labels = ", ".join(f"{key}={value}" for key, value in sorted(there.node_selector.items()))
+        fail(
+            f"session {session.session_id} is there, with {labels or 'no labels'}, and stays so; "
+            "leave --label out, or name another session",
+            WRONG_USE,
+        )
 
 
 def _events(client: FleetClient, order: _Order, printer: _Printer) -> AsyncGenerator[GenerationEvent]:

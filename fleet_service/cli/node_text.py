@@ -10,9 +10,21 @@ from fleet.v1.admin_service_pb2 import (
     Drain,
     DrainState,
     Node,
+    NodeProbe,
     NodeState,
 )
 from fleet_service.cli.output import count, enum_name, timestamp
+from fleet_service.runtime.join_desk import JOINED_PREFIX
+
+
+def has_joined(node: Node | NodeProbe) -> bool:
+    """Whether it dialed the head, which therefore cannot dial it."""
+    return node.address.startswith(JOINED_PREFIX)
+
+
+def is_emptied(node: Node) -> bool:
+    """Whether a drain has ended with nothing left on it: it may be stopped."""
+    return node.HasField("drain") and node.drain.state == DRAIN_STATE_DRAINED
 
 
 def state_text(node: Node) -> str:
@@ -52,6 +64,8 @@ def progress_text(drain: Drain) -> str:
     if drain.state != DRAIN_STATE_DRAINING:
         ended = enum_name(DrainState.DESCRIPTOR, drain.state).lower().replace("_", " ")
         return f"{ended} with {count(drain.sessions, 'session')} left; {done}"
+    if not (drain.sessions or drain.generations or drain.owed):
+        return f"nothing left; {done}"
     left = f"{count(drain.sessions, 'session')} left"
     if drain.generations:
         left += f", {count(drain.generations, 'generation')}"

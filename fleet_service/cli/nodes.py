@@ -18,8 +18,9 @@ from fleet.v1.admin_service_pb2 import (
     RemoveNodeRequest,
     UncordonNodeRequest,
 )
-from fleet_service.cli.drain import By, yourself
-from fleet_service.cli.node_text import kept_from_work, state_text
+from fleet_service.cli.drain import By, warn_of_last, yourself
+from fleet_service.cli.kinds import HeadCommand, HeadGroup
+from fleet_service.cli.node_text import has_joined, kept_from_work, state_text
 from fleet_service.cli.options import (
     ADMIN,
     TIMEOUT_S,
@@ -66,18 +67,19 @@ _PROBE_TIMEOUT_S = 30.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+    group = typer.Typer(cls=HeadGroup, invoke_without_command=True, rich_markup_mode="rich")
     group.callback(
         epilog=examples("fleet nodes", "fleet nodes --watch", "fleet nodes --json", "fleet nodes probe")
     )(list_nodes)
-    group.command(
-        epilog=examples("fleet nodes add 10.0.0.7:8454", "fleet nodes add dns:///nodes.example:8454")
-    )(add)
-    group.command(epilog=examples("fleet nodes remove node-a"))(remove)
-    group.command(epilog=examples("fleet nodes probe", "fleet nodes probe node-a 10.0.0.7:8454"))(probe)
+    for command, shown in (
+        (add, ("fleet nodes add node-1.example:8454", "fleet nodes add dns:///nodes.example:8454")),
+        (remove, ("fleet nodes remove node-a",)),
+        (probe, ("fleet nodes probe", "fleet nodes probe node-a node-1.example:8454")),
+    ):
+        group.command(cls=HeadCommand, epilog=examples(*shown))(command)
     app.add_typer(group, name="nodes")
-    app.command(epilog=examples('fleet cordon node-a --note "new driver"'))(cordon)
-    app.command(epilog=examples("fleet uncordon node-a"))(uncordon)
+    app.command(cls=HeadCommand, epilog=examples('fleet cordon node-a --note "new driver"'))(cordon)
+    app.command(cls=HeadCommand, epilog=examples("fleet uncordon node-a"))(uncordon)
 
 
 def list_nodes(
@@ -176,13 +178,16 @@ def remove(
 def probe(
     *,
     nodes: Annotated[
-        list[str] | None, typer.Argument(metavar="[NODE]...", help="Names or addresses; none = all nodes.")
+        list[str] | None, typer.Argument(metavar="NODE", help="Names or addresses; none = all nodes.")
     ] = None,
     admin_address: AdminAddress = ADMIN,
     as_json: AsJson = False,
     timeout: Timeout = _PROBE_TIMEOUT_S,
 ) -> None:
-    """Shake hands with nodes on a fresh connection; exits with 1 when one does not answer."""
+    """Shake hands with nodes on a fresh connection; exits with 1 when one does not answer.
+
+    Nodes that dialed the head cannot be dialed: they are left alone, and are no failure.
+    """
     head = Head.for_operators(admin_address, timeout)
 
     async def work() -> int:
@@ -194,9 +199,9 @@ def probe(
         else:
             print_table(_PROBE_COLUMNS, map(_probe_row, reply.probes))
             for each in reply.probes:
-                if each.detail:
+                if each.detail and not has_joined(each):
                     tell(f"{each.name}: {each.detail}")
-        return 0 if all(each.reachable for each in reply.probes) else FAILED
+        return 0 if all(each.reachable or has_joined(each) for each in reply.probes) else FAILED
 
     run(work(), head=head, as_json=as_json)
 
@@ -215,6 +220,7 @@ def cordon(
 
     async def work() -> None:
         async with head.client() as client:
+            await warn_of_last(client, node, timeout)
             request = CordonNodeRequest(node=node, note=note, by=yourself() if by is None else by)
             reply = await client.ask(client.admin.CordonNode(request, timeout=timeout))
         _show_node(reply.node, as_json=as_json)
@@ -301,6 +307,6 @@ def _probe_row(found: NodeProbe) -> tuple[str, ...]:
     return (
         found.identity or found.name,
         found.address,
-        duration(found.latency_ms) if found.reachable else "none",
+        duration(found.latency_ms) if found.reachable else "not dialed" if has_joined(found) else "none",
         ", ".join(model.name for model in found.models) or "-",
     )

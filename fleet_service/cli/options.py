@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, node_entry, split_address
 from fleet_service.client import DEFAULT_ADMIN_ADDRESS, DEFAULT_CALLERS_ADDRESS
-from fleet_service.credentials import Credentials
+from fleet_service.credentials import split_scheme
 
 
 def _whole(text: str, usual_port: int) -> str:
-    """HOST:PORT, with the usual port where none is named."""
+    """HOST:PORT, with the usual port where none is named; http:// or https:// before it stays."""
+    scheme, rest = split_scheme(text.strip())
     try:
-        host, port = split_address(text, usual_port)
+        host, port = split_address(rest, usual_port)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} {error}") from None
-    return f"{host}:{port}"
+    return f"{scheme}{host}:{port}"
 
 
 def _callers(text: str) -> str:
@@ -45,7 +44,7 @@ Address = Annotated[
         envvar="FLEET_ADDRESS",
         metavar="HOST:PORT",
         callback=_callers,
-        help="Where the head listens for callers.",
+        help="Where the head listens for callers; http:// before it: without TLS, https://: with.",
     ),
 ]
 AdminAddress = Annotated[
@@ -55,33 +54,8 @@ AdminAddress = Annotated[
         envvar="FLEET_ADMIN_ADDRESS",
         metavar="HOST:PORT",
         callback=_operators,
-        help="Where the head listens for operators.",
+        help="Where the head listens for operators; http:// before it: without TLS, https://: with.",
     ),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--access-token-file",
-        envvar="FLEET_ACCESS_TOKEN_FILE",
-        metavar="FILE",
-        help="Your access token, for a head that asks who calls.",
-    ),
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        envvar="FLEET_TLS_CA",
-        metavar="FILE",
-        help="Call with TLS; what signed the head's certificate.",
-    ),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option("--tls-cert", envvar="FLEET_TLS_CERT", metavar="FILE", help="Your own certificate."),
-]
-TlsKey = Annotated[
-    Path | None, typer.Option("--tls-key", envvar="FLEET_TLS_KEY", metavar="FILE", help="Its key.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="How long to wait.")]
@@ -89,19 +63,6 @@ Timeout = Annotated[float, typer.Option("--timeout", min=0.1, metavar="SECONDS",
 CALLERS = DEFAULT_CALLERS_ADDRESS
 ADMIN = DEFAULT_ADMIN_ADDRESS
 TIMEOUT_S = 10.0
-
-
-_shown: ContextVar[Credentials] = ContextVar("credentials")
-
-
-def show(credentials: Credentials) -> None:
-    """What the command about to run shows the head."""
-    _shown.set(credentials)
-
-
-def credentials() -> Credentials:
-    """What the command shows the head, as given before its name or in the environment."""
-    return _shown.get(Credentials())
 
 
 def examples(*commands: str) -> str:

@@ -58,6 +58,17 @@ def table_lines(
 
     `width` None = as wide as it is, without a rule below the heading: for a pipe or file.
     """
+    widths, dropped = fitting(columns, rows, width)
+    lines = [_line(columns, cells, widths) for cells in ([column.title for column in columns], *rows)]
+    if width is not None:
+        lines.insert(1, _GAP.join("─" * each for each in widths.values()))
+    return lines, dropped
+
+
+def fitting(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None
+) -> tuple[dict[int, int], list[str]]:
+    """The columns that fit, by their number, with the width of each; and the titles of the others."""
     shown = list(range(len(columns)))
     dropped: list[str] = []
     widths = _widths(columns, rows, shown, width)
@@ -68,10 +79,7 @@ def table_lines(
         shown.remove(expendable)
         dropped.append(columns[expendable].title)
         widths = _widths(columns, rows, shown, width)
-    lines = [_line(columns, cells, widths) for cells in ([column.title for column in columns], *rows)]
-    if width is not None:
-        lines.insert(1, _GAP.join("─" * each for each in widths.values()))
-    return lines, dropped
+    return widths, dropped
 
 
 def _widths(

@@ -20,12 +20,12 @@ from fleet_service.cli import (
     store,
     token,
 )
-from fleet_service.cli.options import TlsCa, TlsCert, TlsKey, TokenFile, examples, show
-from fleet_service.credentials import Credentials
-from fleet_service.tls import ClientTls
+from fleet_service.cli.kinds import Files, PlainGroup, TlsCa, TlsCert, TlsKey, TokenFile, show
+from fleet_service.cli.options import examples
 
 app = typer.Typer(
     name="fleet",
+    cls=PlainGroup,
     help=(
         "A head for a fleet of language-model nodes: places sessions, relays their tokens, and carries them "
         "over the death of a node."
@@ -69,5 +69,4 @@ def _fleet(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    tls = ClientTls(tls_ca, tls_cert, tls_key) if tls_ca or tls_cert or tls_key else None
-    show(Credentials(access_token_file, tls))
+    show(Files(access_token_file, tls_ca, tls_cert, tls_key))

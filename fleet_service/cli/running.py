@@ -12,11 +12,12 @@ from typing import Any, NoReturn, Self
 import grpc
 import typer
 
-from fleet_service.cli.options import TIMEOUT_S, credentials
+from fleet_service.cli.kinds import credentials
+from fleet_service.cli.options import TIMEOUT_S
 from fleet_service.cli.output import say
+from fleet_service.cli.unreachable import other_service, what_and_do
 from fleet_service.client import CallError, FleetClient, NoAnswerError, UnreachableError
 from fleet_service.credentials import CredentialsError
-from fleet_service.grpc_causes import NOT_GRPC, connection_cause
 
 FAILED = 1
 WRONG_USE = 2
@@ -38,8 +39,8 @@ _ADVICE = {
     "FLEET_SATURATED": "try again later, or add nodes with `fleet nodes add HOST:PORT`",
     "NODE_NOT_FOUND": "see the names and addresses with `fleet nodes`",
     "HEAD_DRAINING": "try again once the head is back, or ask another",
-    "CREDENTIALS_REFUSED": "give your access token with `fleet --access-token-file FILE ...`",
-    "PERMISSION_DENIED": "use a token that has the permission; `fleet access list` shows who has it",
+    "CREDENTIALS_REFUSED": "give your token with --access-token-file FILE, or a certificate with --tls-cert",
+    "PERMISSION_DENIED": "use a token with the permission; `fleet access list --file FILE` shows who has it",
     "GENERATION_NOT_FOUND": "it is no longer kept, or the head was restarted; ask again",
 }
 
@@ -142,8 +143,6 @@ def _own_reason(error: CallError) -> str:
 
 
 def _as_lines(error: CallError, head: Head, advice: str) -> list[str]:
-    cause = connection_cause(error.message)
-    where = f"{head.flag} HOST:PORT, or FLEET_{head.flag[2:].replace('-', '_').upper()}"
     if isinstance(error, NoAnswerError):
         longer = ", or wait longer with --timeout SECONDS" if head.timeout_flag else ""
         waited = f"did not answer in {head.timeout_s:g} s"
@@ -151,20 +150,25 @@ def _as_lines(error: CallError, head: Head, advice: str) -> list[str]:
             f"fleet: the head at {head.address} {waited}; it may be busy or far away",
             f"  try again{longer}",
         ]
-    foreign = isinstance(error, UnreachableError) and cause == NOT_GRPC
-    if foreign or (error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason):
-        return [
-            f"fleet: what listens at {head.address} is not this service of a head",
-            "  a head has an address for callers (8455) and one for operators (8456)",
-            f"  say where: {where}",
-        ]
     if isinstance(error, UnreachableError):
-        return [
-            f"fleet: no head listens at {head.address} ({cause or error.message})",
-            "  start one:    fleet serve --node HOST:PORT",
-            f"  or say where: {where}",
-        ]
-    return _refusal_lines(error, advice or advice_on(error.reason))
+        what, do = what_and_do(error, head.address, head.flag, credentials())
+        return [f"fleet: {what}", *(f"  {line}" for line in do)]
+    if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
+        what, do = other_service(head.address, head.flag)
+        return [f"fleet: {what}", *(f"  {line}" for line in do)]
+    return _refusal_lines(error, advice or _advice_on_access(error) or advice_on(error.reason))
+
+
+def _advice_on_access(error: CallError) -> str:
+    """By what was given, and what the command needs."""
+    if error.reason == "CREDENTIALS_REFUSED" and (file := credentials().token_file):
+        return f"ask who keeps the head's access file for a new token: it does not take the one in {file}"
+    if error.reason == "PERMISSION_DENIED" and error.metadata.get("permission") == "call":
+        return (
+            "use a token with the permission call; the operators' page (listen.page) shows the sessions of "
+            "all callers to those who may read"
+        )
+    return ""
 
 
 def _refusal_lines(error: CallError, advice: str) -> list[str]:

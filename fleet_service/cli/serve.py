@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fleet_service.cli.kinds import PlainCommand
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import print_json, say
 from fleet_service.cli.running import FAILED, WRONG_USE, fail
@@ -101,7 +102,12 @@ TokenFile = Annotated[
     ),
 ]
 NoAuth = Annotated[
-    bool, typer.Option("--insecure-no-auth", help="Listen beyond this machine without a fleet token.")
+    bool,
+    typer.Option(
+        "--insecure-no-auth",
+        help="Listen beyond this machine though nobody is asked who he is: neither nodes for a fleet token, "
+        "nor callers and operators for access tokens.",
+    ),
 ]
 Policy = Annotated[
     str | None,
@@ -135,13 +141,16 @@ Others = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
+        cls=PlainCommand,
         epilog=examples(
             "fleet serve --node 127.0.0.1:8454",
             "fleet serve --config fleet.toml --set head.silence_s=3",
-            "FLEET_NODES=10.0.0.7,10.0.0.8 fleet serve --token-file token --listen 0.0.0.0:8455",
+            "FLEET_NODES=node-1.example,node-2.example fleet serve --token-file token",
+            "fleet serve --node 127.0.0.1:8454 --listen 0.0.0.0:8455 --set access_file=access.toml",
         ),
     )(serve)
     app.command(
+        cls=PlainCommand,
         epilog=examples(
             "fleet config > fleet.toml",
             "FLEET_HEAD__SILENCE_S=3 fleet config --json",

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fleet_service.cli.kinds import PlainCommand
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import print_json, say
 from fleet_service.cli.running import WRONG_USE, fail
@@ -27,11 +28,12 @@ TokenFile = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=PlainCommand,
         epilog=examples(
             "fleet token --file /etc/fleet/token",
             "fleet serve --token-file /etc/fleet/token --join-listen 0.0.0.0:8457",
             "fleet-node --model demo --token-file /etc/fleet/token --join head.example:8457",
-        )
+        ),
     )(token)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from google.protobuf.timestamp_pb2 import Timestamp
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -29,11 +28,25 @@ from fleet.v1.admin_service_pb2 import (
 from fleet.v1.fleet_service_pb2 import MoveCause
 from fleet.v1.types_pb2 import FinishReason
 from fleet_service.cli.node_text import kept_from_work, state_text
-from fleet_service.cli.output import count, duration, enum_name, plain, print_json, say, tell
+from fleet_service.cli.output import Column, count, duration, enum_name, fitting, plain, print_json, say, tell
 from fleet_service.cli.running import Head
 
 _MOVES_SHOWN = 8
 _BAR_CELLS = 8
+# Where there is no room for all columns with longer ones.
+_SHORT_BAR_CELLS = 4
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_COLUMNS = (
+    Column("NODE"),
+    Column("STATE"),
+    Column("LANES", drop=1),
+    Column("KV", drop=4),
+    Column("QUEUED", right=True, drop=3),
+    Column("SESSIONS", right=True, drop=2),
+    # What the node last did while it was busy: an idle one goes on telling it.
+    Column("WHEN BUSY", right=True, drop=6),
+    Column("REPORT", right=True, drop=5),
+)
 _REFRESHES_PER_S = 4
 _COLOURS = {
     NODE_STATE_UP: "green",
@@ -53,7 +66,7 @@ async def watch(head: Head, *, as_json: bool) -> None:
                 async for message in messages:
                     print_json(plain(message))
             elif sys.stdout.isatty():
-                screen = _Screen()
+                screen = Screen()
                 with Live(screen, console=Console(), refresh_per_second=_REFRESHES_PER_S):
                     async for message in messages:
                         screen.seen.take(message)
@@ -88,15 +101,18 @@ class FleetSeen:
         self.skipped += message.skipped_events
 
 
-class _Screen:
+class Screen:
     """What a terminal shows; rich asks for it again and again."""
 
     def __init__(self) -> None:
         self.seen = FleetSeen()
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         seen = self.seen
-        parts: list[RenderableType] = [Text(summary_text(seen.summary), style="bold"), self._table()]
+        parts: list[RenderableType] = [
+            Text(summary_text(seen.summary), style="bold"),
+            self._table(options.max_width),
+        ]
         notes = ((node.name, _note(node)) for node in _by_name(seen))
         parts += [Text(f"{name}: {note}", style="dim") for name, note in notes if note]
         if seen.moves:
@@ -105,28 +121,37 @@ class _Screen:
         if seen.skipped:
             parts.append(Text(f"{count(seen.skipped, 'event')} skipped", style="yellow"))
         parts.append(Text("Ctrl-C ends", style="dim"))
-        return Group(*parts)
+        yield Group(*parts)
 
-    def _table(self) -> Table:
+    def _table(self, width: int) -> Table:
+        """As wide as there is room: with shorter bars first, then with fewer columns."""
+        rows, shown, dropped = self._fitting(_BAR_CELLS, width)
+        if dropped:
+            rows, shown, _ = self._fitting(_SHORT_BAR_CELLS, width)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for title, right in (("NODE", False), ("STATE", False), ("LANES", False), ("KV", False)):
-            table.add_column(title, justify="right" if right else "left", no_wrap=True)
-        for title in ("QUEUED", "SESSIONS", "TOKENS/S", "REPORT"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for node in _by_name(self.seen):
-            report, told = node.report, node.HasField("report")
-            older_ms = 1000 * (time.monotonic() - self.seen.at[node.name])
-            table.add_row(
-                Text(node.name),
-                Text(state_text(node), style=_COLOURS.get(node.state, "")),
-                bar(node.running, node.lanes),
-                bar(report.kv_blocks_used, report.kv_blocks_total),
-                str(node.queued),
-                str(node.sessions),
-                str(report.decode_tokens_per_s) if report.decode_tokens_per_s else "-",
-                duration(node.report_age_ms + older_ms) if told else "-",
-            )
+        for column in (_COLUMNS[index] for index in shown):
+            table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[index] for index in shown))
         return table
+
+    def _fitting(self, bar_cells: int, width: int) -> tuple[list[list[Text]], dict[int, int], list[str]]:
+        rows = [self._row(node, bar_cells) for node in _by_name(self.seen)]
+        return rows, *fitting(_COLUMNS, [[cell.plain for cell in row] for row in rows], width)
+
+    def _row(self, node: Node, bar_cells: int) -> list[Text]:
+        report, told = node.report, node.HasField("report")
+        older_ms = 1000 * (time.monotonic() - self.seen.at[node.name])
+        return [
+            Text(node.name),
+            Text(state_text(node), style=_COLOURS.get(node.state, "")),
+            bar(node.running, node.lanes, bar_cells),
+            bar(report.kv_blocks_used, report.kv_blocks_total, bar_cells),
+            Text(str(node.queued)),
+            Text(str(node.sessions)),
+            Text(f"{report.decode_tokens_per_s}/s" if report.decode_tokens_per_s else "-"),
+            Text(duration(node.report_age_ms + older_ms) if told else "-"),
+        ]
 
 
 class _Lines:
@@ -134,10 +159,16 @@ class _Lines:
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
+        self._latest_s = 0
 
     def of(self, message: WatchFleetResponse) -> Iterator[str]:
         """The lines that a message is worth."""
-        now = time.strftime("%H:%M:%S")
+        if message.skipped_events:
+            yield f"{self._now()} {count(message.skipped_events, 'event')} skipped"
+        for event in message.events:  # they happened before this message was made
+            self._latest_s = max(self._latest_s, event.time.seconds)
+            yield event_text(event)
+        now = self._now()
         for name in message.removed_nodes:
             self._told.pop(name, None)
             yield f"{now} {name}: gone"
@@ -146,10 +177,11 @@ class _Lines:
             if self._told.get(node.name) != text:
                 self._told[node.name] = text
                 yield f"{now} {text}"
-        if message.skipped_events:
-            yield f"{now} {count(message.skipped_events, 'event')} skipped"
-        for event in message.events:
-            yield event_text(event)
+
+    def _now(self) -> str:
+        """By the clock here, but never before an event: the head's clock may be another."""
+        self._latest_s = max(self._latest_s, int(time.time()))
+        return _clock(self._latest_s)
 
 
 def _by_name(seen: FleetSeen) -> list[Node]:
@@ -160,13 +192,15 @@ def _note(node: Node) -> str:
     return "; ".join(part for part in (node.state_detail, kept_from_work(node)) if part)
 
 
-def bar(part: int, whole: int) -> Text:
-    """Eight cells and the numbers; `whole` 0 = unknown."""
+def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> Text:
+    """A bar, to the nearest eighth of a cell, and the numbers; `whole` 0 = unknown."""
     if not whole:
         return Text("-")
-    full = min(_BAR_CELLS, -(-part * _BAR_CELLS // whole))
+    full, eighths = divmod(min(8 * cells, round(8 * cells * part / whole)), 8)
+    begun = _EIGHTHS[eighths] if eighths else ""
     colour = "red" if part * 10 >= whole * 9 else "green"
-    return Text.assemble(("█" * full, colour), ("░" * (_BAR_CELLS - full), "dim"), f" {part}/{whole}")
+    rest = "░" * (cells - full - len(begun))
+    return Text.assemble(("█" * full + begun, colour), (rest, "dim"), f" {part}/{whole}")
 
 
 def summary_text(summary: FleetSummary) -> str:
@@ -200,7 +234,7 @@ def node_text(node: Node) -> str:
 
 def event_text(event: FleetEvent) -> str:
     """A turn of a generation in a line."""
-    start = f"{_clock(event.time)} {event.generation_id}"
+    start = f"{_clock(event.time.seconds)} {event.generation_id}"
     match event.WhichOneof("event"):
         case "placed":
             return f"{start}: placed on {event.placed.node}"
@@ -219,6 +253,6 @@ def event_text(event: FleetEvent) -> str:
     return f"{start}: something this version does not know"
 
 
-def _clock(stamp: Timestamp) -> str:
+def _clock(at_s: int) -> str:
     """HH:MM:SS here."""
-    return time.strftime("%H:%M:%S", time.localtime(stamp.seconds))
+    return time.strftime("%H:%M:%S", time.localtime(at_s))

@@ -73,7 +73,7 @@ async def node_proof(head: Head) -> None:
         nonce = token.new_nonce()
         answer = await _answered(head, nonce=nonce)
         expect(len(answer.nonce) == NONCE_BYTES, f"the node's nonce has {len(answer.nonce)} bytes")
-        expect(token.accepts(answer.proof, nonce, answer.nonce), "the node's proof is wrong")
+        expect(token.accepts("plain", answer.proof, nonce, answer.nonce), "the node's proof is wrong")
 
 
 async def head_proof(head: Head) -> None:
@@ -88,7 +88,7 @@ async def head_proof(head: Head) -> None:
     else:
         raise Broken("a handshake without a nonce was answered")
     nonce = token.new_nonce()
-    wrong = ((PROOF_KEY, nonce + token.proof(nonce, b"\0" * NONCE_BYTES)),)
+    wrong = ((PROOF_KEY, nonce + token.proof("plain", nonce, b"\0" * NONCE_BYTES)),)
     for metadata, what in (((), "without a proof"), (wrong, "with a wrong proof")):
         for method, request in _calls(head).items():
             code = await _code(head, method, request, metadata)

@@ -153,9 +153,9 @@ async def _greeted(call: Any, head: Head, connection: Connection) -> LinkClient:
         raise Broken(f"the first frame is of type {frame.type}, not a hello")
     client.hello = frame.hello
     if token:
-        if not token.accepts(frame.hello.proof, hello.nonce, frame.hello.nonce):
+        if not token.accepts("link", frame.hello.proof, hello.nonce, frame.hello.nonce):
             raise Broken("the node's proof of the fleet token is wrong on the link")
-        proof = token.proof(hello.nonce, frame.hello.nonce)
+        proof = token.proof("link", hello.nonce, frame.hello.nonce)
         await client.send(link_pb2.HeadFrame(type=link_pb2.FRAME_TYPE_PROOF, proof=proof))
     return client
 

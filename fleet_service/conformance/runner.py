@@ -12,6 +12,7 @@ import grpc
 
 from fleet.v1 import node_service_pb2 as pb
 from fleet.v1 import node_service_pb2_grpc, types_pb2
+from fleet_service.client import decode_error
 from fleet_service.conformance import (
     cancels,
     contexts,
@@ -36,7 +37,13 @@ from fleet_service.conformance.head import (
     status_text,
 )
 from fleet_service.conformance.verdicts import Broken, Outcome, Result, Rule, Skipped, Untried
-from fleet_service.grpc_causes import connection_cause
+from fleet_service.grpc_causes import (
+    CERTIFICATE_NAME,
+    CERTIFICATE_UNKNOWN,
+    CLOSED,
+    NOT_TLS,
+    connection_cause,
+)
 from fleet_service.tls import ClientTls
 from fleet_service.token import NONCE_BYTES, PROOF_KEY, FleetToken
 
@@ -229,7 +236,7 @@ async def _shake_hands(target: Target, channel: grpc.aio.Channel) -> Connection:
     proof: Metadata = ()
     if token:
         # A wrong proof of the node's is told by its rule; a nonce of any length still makes ours.
-        proof = ((PROOF_KEY, request.nonce + token.proof(request.nonce, hello.nonce[:NONCE_BYTES])),)
+        proof = ((PROOF_KEY, request.nonce + token.proof("plain", request.nonce, hello.nonce[:NONCE_BYTES])),)
     return Connection(channel, request.fleet_id, hello, _model(target, hello), token, proof)
 
 
@@ -241,6 +248,15 @@ def _model(target: Target, hello: pb.HandshakeResponse) -> types_pb2.Model:
     return wanted[0] if wanted else types_pb2.Model()
 
 
+# What to do about a connection that does not come about, though something listens.
+_TLS_ADVICE = {
+    CLOSED: "it may speak TLS (give --node-ca FILE), or ask for a certificate (--node-cert, --node-key)",
+    CERTIFICATE_UNKNOWN: "name what signed it with --node-ca FILE",
+    CERTIFICATE_NAME: "give the name it has with --server-name",
+    NOT_TLS: "leave --node-ca out",
+}
+
+
 def _explained(error: grpc.aio.AioRpcError, target: Target) -> Exception:
     match error.code():
         case grpc.StatusCode.UNAUTHENTICATED:
@@ -248,11 +264,15 @@ def _explained(error: grpc.aio.AioRpcError, target: Target) -> Exception:
             return WrongUseError(f"it has {what}; give its file with --token-file")
         case grpc.StatusCode.UNAVAILABLE:
             cause = connection_cause(error.details() or "") or status_text(error)
+            if advice := _TLS_ADVICE.get(cause):
+                return NodeUnusableError(f"something listens at {target.address}, but {cause}; {advice}")
             return NodeUnusableError(f"no node answers at {target.address} ({cause})")
         case grpc.StatusCode.UNIMPLEMENTED:
             return NodeUnusableError(f"what listens at {target.address} serves no fleet.v1.NodeService")
         case grpc.StatusCode.FAILED_PRECONDITION:
-            return WrongUseError(f"it refuses this head: {error.details()} (name its fleet with --fleet-id)")
+            if own := decode_error(error).metadata.get("nodeFleetId"):
+                return WrongUseError(f"give --fleet-id {own}: the node serves that fleet and no other")
+            return WrongUseError(f"it refuses this head: {error.details()}")
         case _:
             return NodeUnusableError(f"Handshake with {target.address} ended with {status_text(error)}")
 

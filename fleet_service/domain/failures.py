@@ -16,6 +16,9 @@ from fleet_service.domain.events import ErrorCause, MoveCause, Moved
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
 MAX_ENGINES_TRIED = 2
+MAX_NODES_LEFT = 10
+"""Nodes that may be stopped in order under one request at the same token before that counts: in a fleet that
+is stopped node by node faster than it prefills, a request would else go on until its time is over."""
 MAX_LOSSES_AT_ONE_INDEX = 2
 
 
@@ -198,6 +201,7 @@ class AttemptBudget:
     _index: int = 0
     _without_progress: int = 0
     _losses: int = 0
+    _left: int = 0
     _engines_failed: set[str] = field(default_factory=set)
     _too_narrow: set[str] = field(default_factory=set)
     _prefer_not: set[str] = field(default_factory=set)
@@ -209,7 +213,8 @@ class AttemptBudget:
         if index > self._index:
             self._progress(index)
         rule = failure.rule
-        if rule.counts_as_attempt and not failure.node_left:
+        self._left += failure.node_left
+        if rule.counts_as_attempt and (not failure.node_left or self._left > MAX_NODES_LEFT):
             self._without_progress += 1
         lost = rule.loses_node and not failure.same_run_is_back and not failure.node_left
         if lost:
@@ -235,7 +240,7 @@ class AttemptBudget:
     def _progress(self, index: int) -> None:
         self._index = index
         self._without_progress = 0
-        self._losses = 0
+        self._losses = self._left = 0
         for memory in (self._engines_failed, self._prefer_not, self._rebound):
             memory.clear()
 

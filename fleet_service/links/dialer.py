@@ -25,6 +25,7 @@ from fleet_service.runtime.protocols import (
     LinkTimeoutError,
     NodeFaultError,
 )
+from fleet_service.token import Way
 
 if TYPE_CHECKING:  # The stubs' types for asyncio have no counterpart at run time.
     from fleet.v1.link_service_pb2_grpc import LinkServiceAsyncStub
@@ -89,6 +90,8 @@ class DialedStream:
     The channel would connect anew by itself, perhaps to another run of the node's process; the call would
     not, so the link ends with the connection. It also ends when the node says that it takes no more calls.
     """
+
+    way: Way = "link"
 
     def __init__(self, channel: grpc.aio.Channel, *, encrypted: bool = False) -> None:
         self.encrypted = encrypted

@@ -14,7 +14,7 @@ from fleet_service.links import convert
 from fleet_service.links.settings import LinkSettings
 from fleet_service.links.status import refusal_advice
 from fleet_service.runtime.protocols import HandshakeRefusedError, LinkLostError, NodeFaultError
-from fleet_service.token import NONCE_BYTES, FleetToken
+from fleet_service.token import NONCE_BYTES, FleetToken, Way
 
 FRAMES_BEFORE_HELLO = 16
 """Frames of unknown types that a node may send before its hello."""
@@ -42,6 +42,10 @@ class FrameStream(Protocol):
     @property
     def encrypted(self) -> bool:
         """Whether it is TLS."""
+
+    @property
+    def way(self) -> Way:
+        """Which side dialed: the head a "link", the node to "join"."""
 
 
 class ProtocolViolationError(NodeFaultError):
@@ -81,8 +85,8 @@ async def shake_hands(
     answer = await _exchange_hellos(stream, hello, peer)
     check_answer(answer, peer)
     if token:
-        check_proof(token, hello.nonce, answer, peer)
-        proof = token.proof(hello.nonce, answer.nonce)
+        check_proof(token, stream.way, hello.nonce, answer, peer)
+        proof = token.proof(stream.way, hello.nonce, answer.nonce)
         await stream.send(link_pb2.HeadFrame(type=link_pb2.FRAME_TYPE_PROOF, proof=proof))
     return answer
 
@@ -126,7 +130,7 @@ def check_answer(answer: node_service_pb2.HandshakeResponse, peer: str) -> None:
 
 
 def check_proof(
-    token: FleetToken, nonce: bytes, answer: node_service_pb2.HandshakeResponse, peer: str
+    token: FleetToken, way: Way, nonce: bytes, answer: node_service_pb2.HandshakeResponse, peer: str
 ) -> None:
     """Raises HelloError when a node does not prove that it knows the fleet token. `nonce`: the head's."""
     if not answer.proof:
@@ -135,7 +139,7 @@ def check_proof(
             " (it has no fleet token)",
             TOKEN_REFUSED,
         )
-    if len(answer.nonce) != NONCE_BYTES or not token.accepts(answer.proof, nonce, answer.nonce):
+    if len(answer.nonce) != NONCE_BYTES or not token.accepts(way, answer.proof, nonce, answer.nonce):
         raise HelloError(
             f"{peer} was refused the handshake: give both the same fleet token (it has another)",
             TOKEN_REFUSED,

@@ -24,8 +24,10 @@ from fleet_service.runtime.protocols import (
 
 _log = structlog.get_logger(__name__)
 
-MAX_HANDSHAKES = 8
+MAX_HANDSHAKES = 128
 """Handshakes with joining nodes at once; further ones wait for their turn."""
+HELLO_S = 2.0
+"""How long a node whose turn it is may take: silent peers shall not keep the others waiting."""
 MAX_WAITING = 1024
 """Joining nodes that wait for their turn; further ones are refused."""
 
@@ -72,11 +74,12 @@ class JoinDoor:
         self._waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._turns:
+                async with self._turns, asyncio.timeout(min(HELLO_S, timeout_s)):
                     return await self._shake_hands(stream, peer)
         except TimeoutError:
             raise JoinRefusedError(
-                "LINK_PROTOCOL_VIOLATED", f"no hello came within {timeout_s:g} s of dialing"
+                "LINK_PROTOCOL_VIOLATED",
+                f"no hello came within {min(HELLO_S, timeout_s):g} s of being asked for it",
             ) from None
         except HelloError as error:
             raise JoinRefusedError(error.reason, str(error)) from error

@@ -286,7 +286,6 @@ class MuxLink:
                 self._listener.on_sign()
                 if is_news(frame):
                     self._take(frame)
-            self._listener.on_leaving()
             error = LinkLostError("the node ended the link")
         except LinkError as failure:
             error = failure

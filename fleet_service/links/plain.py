@@ -125,8 +125,8 @@ class PlainDialer:
         check_answer(answer, address)
         proof: Metadata = ()
         if token:
-            check_proof(token, request.nonce, answer, address)
-            proof = ((PROOF_KEY, request.nonce + token.proof(request.nonce, answer.nonce)),)
+            check_proof(token, "plain", request.nonce, answer, address)
+            proof = ((PROOF_KEY, request.nonce + token.proof("plain", request.nonce, answer.nonce)),)
         encrypted = self._settings.tls is not None
         return convert.hello(answer, authenticated=token is not None, encrypted=encrypted), proof
 

@@ -20,7 +20,7 @@ from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.node_types import NodeState
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.nodes import FIRST_TRY_S, Nodes
+from fleet_service.runtime.nodes import FIRST_TRY_S, Nodes, all_set
 from fleet_service.runtime.protocols import ResolveError, Resolver
 from fleet_service.runtime.settings import DiscoverySettings
 from fleet_service.runtime.views import NameInfo
@@ -165,14 +165,9 @@ class Discovery:
         return name
 
     async def _first_try(self, names: Sequence[_Name]) -> None:
-        waits = [asyncio.ensure_future(name.tried.wait()) for name in names]
-        if not waits:
+        if not names:
             return
-        try:
-            await asyncio.wait(waits, timeout=FIRST_TRY_S)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await all_set((name.tried for name in names), FIRST_TRY_S)
         entries = {name.entry for name in names}
         found = [node for node in self._fleet.nodes if node.found_by in entries]
         await self._nodes.first_try(*found)

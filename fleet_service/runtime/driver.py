@@ -34,6 +34,10 @@ OLD_NODE_S = 3.0
 """How long a generation of an earlier run of the head waits for the node that had it."""
 
 
+_NO_FAILURES = {FailureClass.DRAINED, FailureClass.REBALANCED, FailureClass.REMOVED}
+"""Moves that the head itself decided on."""
+
+
 class Driver:
     """One generation's way through the fleet. `reservation` is its first place, taken on acceptance.
 
@@ -196,7 +200,8 @@ class Driver:
         if node is not None:
             self._tell_node(node, failure)
         self._cause = failure.rule.cause
-        generation.trace.failed(failure.kind)
+        if failure.kind not in _NO_FAILURES:
+            generation.trace.failed(failure.kind)
         if not failure.rule.keeps_binding:
             generation.session.unbind()
         next_step = self._budget.after(failure, generation.log.received)

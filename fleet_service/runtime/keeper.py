@@ -100,11 +100,13 @@ class NodeKeeper:
                 error = await lost
                 self._died_young = 0 if loop.time() - up_s > STABLE_S else self._died_young + 1
                 self._fell(error)
-                again = await self._relink() if self._died_young <= 1 else None
+                left = node.leaving
+                again = await self._relink() if self._died_young <= 1 and not left else None
                 if again is None:
-                    node.set_state(NodeState.DOWN, str(error))
+                    node.set_state(NodeState.DOWN, "it was stopped" if left else str(error))
                     node.relink_decided()
-                    await asyncio.sleep(self._pause_s(self._died_young - 1))
+                    # One that is stopped may take a last connection while it goes.
+                    await asyncio.sleep(self._pause_s(1 if left else self._died_young - 1))
                     again = await self._connect_for_ever()
                 lost = again
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -94,18 +94,8 @@ class Nodes:
 
     async def first_try(self, *nodes: Node) -> None:
         """Wait until each was connected, or could not be, at most FIRST_TRY_S."""
-        waits = [
-            asyncio.ensure_future(keeper.first_try.wait())
-            for node in nodes
-            if (keeper := self._keepers.get(node)) is not None
-        ]
-        if not waits:
-            return
-        try:
-            await asyncio.wait(waits, timeout=FIRST_TRY_S)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        keepers = [keeper for node in nodes if (keeper := self._keepers.get(node)) is not None]
+        await all_set((keeper.first_try for keeper in keepers), FIRST_TRY_S)
 
     def tell_unanswered(self, *nodes: Node) -> None:
         """Warn of those whose first try is still open; the keepers have told how it ended for the others."""
@@ -185,3 +175,15 @@ class Nodes:
         keeper = self._keepers.get(node)
         if keeper is not None:
             keeper.drop_link(why)
+
+
+async def all_set(events: Iterable[asyncio.Event], timeout_s: float) -> None:
+    """Wait until each is set, at most so long."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    if not waits:
+        return
+    try:
+        await asyncio.wait(waits, timeout=timeout_s)
+    finally:
+        for wait in waits:
+            wait.cancel()

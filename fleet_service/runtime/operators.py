@@ -31,6 +31,8 @@ from fleet_service.runtime.views import (
 )
 from fleet_service.runtime.watch import FleetWatch, Watcher
 
+DRAINS_BESIDE_WATCHERS = 64
+"""Drains whose progress can be read though all places of watchers are taken."""
 PROBES_AT_ONCE = 16
 
 
@@ -61,6 +63,7 @@ class Operators:
         self._clock = clock
         self._drains = drains
         self._watch = watch
+        self.drain_places = DRAINS_BESIDE_WATCHERS
 
     # Reading
 
@@ -168,7 +171,7 @@ class Operators:
     def drain_node(self, ref: str, note: str, by: str) -> DrainProgress:
         """Move a node's sessions away; the progress is there to be read. Raises LIMIT_EXCEEDED for that."""
         node = self._find(ref)
-        leave = self._watch.enter()
+        leave = self._watch.enter(self.drain_places)
         drain = self._drains.start(node, by, note)
         self._journal.put(*marks_of(node))
         return DrainProgress(drain, self._watch.stopping, leave)

@@ -20,6 +20,10 @@ log = structlog.get_logger(__name__)
 TOGETHER_S = 2.0
 """Nodes that fell silent within this time of each other fell silent together."""
 
+NEARLY = 2 / 3
+"""Of the silence limit: a node that was quiet so long counts as silent where it is asked who else is. Else
+the first of many that fall silent together would be judged alone, a moment before the others."""
+
 DOUBT_FACTOR = 3.0
 """After so many times the silence limit, even silence of many is taken for what it looks like."""
 
@@ -27,10 +31,12 @@ DOUBT_FACTOR = 3.0
 def judge_silence(nodes: Sequence[Node], silence_s: float, now_s: float) -> None:
     """Suspect the silent nodes, and fail what runs on those whose silence is beyond doubt."""
     linked = [node for node in nodes if node.link is not None]
-    silent = [node for node in linked if now_s - node.last_sign_s > silence_s]
-    for node in silent:
+    quiet = [node for node in linked if now_s - node.last_sign_s > NEARLY * silence_s]
+    for node in quiet:
         quiet_s = now_s - node.last_sign_s
-        doubted = in_doubt(node, silent, len(linked)) and quiet_s < DOUBT_FACTOR * silence_s
+        if quiet_s <= silence_s:
+            continue
+        doubted = in_doubt(node, quiet, len(linked)) and quiet_s < DOUBT_FACTOR * silence_s
         detail = f"nothing heard for {quiet_s:.1f} s"
         if node.state is NodeState.UP:
             log.warning("node_silent", node=node.name, quiet_s=round(quiet_s, 3), in_doubt=doubted)

@@ -107,9 +107,12 @@ class FleetWatch:
         self._fleet.turns.listener = self._on_turn
         return watcher
 
-    def enter(self) -> Callable[[], None]:
-        """A place among the streams that watch, and how to give it back. Raises LIMIT_EXCEEDED."""
-        limit = self._settings.max_watchers
+    def enter(self, spare: int = 0) -> Callable[[], None]:
+        """A place among the streams that watch, and how to give it back. Raises LIMIT_EXCEEDED.
+
+        `spare`: places beyond the usual ones, for those whom others that look on must not keep out.
+        """
+        limit = self._settings.max_watchers + spare
         if self._places >= limit:
             raise FleetError(
                 Reason.LIMIT_EXCEEDED,

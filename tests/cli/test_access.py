@@ -47,6 +47,8 @@ async def test_those_who_may_call_are_added_shown_and_removed_and_their_tokens_n
     assert (gone.code, "has no frontend; it has gateway, ops.eu" in said(gone)) == (2, True)
     twice = await run("fleet", "access", "add", "gateway", *gateway, *where)
     assert (twice.code, "has gateway already" in said(twice)) == (2, True)
+    taken = await run("fleet", "access", "add", "new", *both, "--token-file", str(kept), *where)
+    assert (taken.code, "choose another --token-file" in said(taken)) == (2, True)
     odd = await run("fleet", "access", "add", "a b", "--may", "call", *where)
     assert odd.code == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import code_pb2
 
@@ -51,6 +52,11 @@ MOVED = fleet_pb2.GenerationEvent(
 NOT_FOUND = Refuse(
     code_pb2.NOT_FOUND, "no session s9", reason="SESSION_NOT_FOUND", metadata={"sessionId": "s9"}
 )
+
+
+def flowing(text: str) -> str:
+    """What wrong use is told, without the box around it."""
+    return " ".join(text.replace("│", " ").split())
 
 
 # -------------------------------------------------------------------------------------------- generate
@@ -322,3 +328,38 @@ async def test_explain_shows_the_terms_or_why_not(head: ScriptedHead, fleet: Fle
     verdicts = json.loads((await fleet(*arguments, "--json")).out)["verdicts"]
     assert verdicts[0]["eta_ms"] == 1500
     assert "eta_ms" not in verdicts[1]
+
+
+async def test_a_session_that_is_there_is_not_asked_for_another_model_or_other_labels(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    spec = fleet_pb2.SessionSpec(model="demo", node_selector={"zone": "a"})
+    head.replies["GetSession"] = fleet_pb2.GetSessionResponse(
+        session=fleet_pb2.Session(session_id="s1", spec=spec)
+    )
+    head.streams = [[accepted(), finished()]]
+    asked = ("generate", "--session", "s1", "--tokens", "1")
+    other = await fleet(*asked, "--model", "other")
+    assert (other.code, "of model demo" in other.err) == (2, True)
+    moved = await fleet(*asked, "--model", "demo", "--label", "zone=b")
+    assert (moved.code, "with zone=a" in moved.err) == (2, True)
+    assert not head.requests("AppendTokens")
+    assert (await fleet(*asked, "--model", "demo", "--label", "zone=a")).code == 0
+
+
+@pytest.mark.parametrize("where", [("--model", "demo"), ("--session", "s1")])
+async def test_standard_input_without_token_ids_is_told(
+    head: ScriptedHead, fleet: Fleet, where: tuple[str, str]
+) -> None:
+    ended = await fleet("generate", *where, "--tokens", "-", stdin=" \n")
+    assert (ended.code, "standard input has none" in flowing(ended.err)) == (2, True)
+    assert not head.calls
+
+
+async def test_a_node_that_dialed_the_head_is_no_failure_of_a_probe(head: ScriptedHead, fleet: Fleet) -> None:
+    joined = admin.NodeProbe(name="node-j", address="joined:node-j", detail="it joined; wait for it")
+    up = admin.NodeProbe(name="node-a", address="a:1", reachable=True)
+    head.replies["ProbeNodes"] = admin.ProbeNodesResponse(probes=[joined, up])
+    ended = await fleet("nodes", "probe")
+    assert (ended.code, "not dialed" in ended.out) == (0, True)
+    assert "wait for it" not in ended.out

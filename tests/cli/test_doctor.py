@@ -133,7 +133,10 @@ async def test_callers_that_cannot_reach_the_head_are_a_finding(head: ScriptedHe
     has(head, (UP, ANSWER))
     ended = await fleet("doctor", "--address", "127.0.0.1:1")
     assert ended.code == 1
-    assert "error: callers cannot reach the head: 127.0.0.1:1: connection refused" in ended.out
+    assert (
+        "error: callers cannot reach the head: no head listens at 127.0.0.1:1 (connection refused)"
+        in ended.out
+    )
 
 
 async def test_a_refusal_of_the_head_ends_it(head: ScriptedHead, fleet: Fleet) -> None:

@@ -171,3 +171,62 @@ async def test_the_doctor_notes_a_drain(
     assert f"note: node-a: drained by olga@desk at 2025-06-15T15:06:40.000Z: new driver; {text}" in ended.out
     assert advice in ended.out
     assert "fleet uncordon node-a" in ended.out
+
+
+async def test_draining_or_cordoning_the_last_node_that_takes_work_is_warned_of(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    node = admin.Node(name="node-a", address="node-a.example:8454", state=admin.NODE_STATE_UP)
+    gone = admin.Node(name="node-b", address="b:1", state=admin.NODE_STATE_UP, cordoned=True)
+    head.replies["CordonNode"] = admin.CordonNodeResponse(node=node)
+    head.told["DrainNode"] = [told(admin.DRAIN_STATE_DRAINED)]
+    for others, warned in (([gone], True), ([admin.Node(name="c", state=admin.NODE_STATE_UP)], False)):
+        head.replies["ListNodes"] = admin.ListNodesResponse(nodes=[node, *others])
+        for command in ("drain", "cordon"):
+            ended = await fleet(command, "node-a")
+            assert (ended.code, "the last node that takes new work" in ended.err) == (0, warned), command
+
+
+async def test_a_node_that_was_empty_is_told_empty_without_waiting(head: ScriptedHead, fleet: Fleet) -> None:
+    head.told["DrainNode"] = [told(), told(admin.DRAIN_STATE_DRAINED)]
+    ended = await fleet("drain", "node-a")
+    assert (ended.code, ended.out) == (0, "node-a: empty, it can be stopped; 0 moved, 0 unbound\n")
+
+
+async def test_the_bar_of_a_node_that_was_empty_is_full(head: ScriptedHead) -> None:
+    head.told["DrainNode"] = [told(), told(admin.DRAIN_STATE_DRAINED)]
+    lines = await in_terminal(head, 100, "drain", "node-a", "--wait")
+    assert any("0/0 sessions" in line and "━" * 40 in line for line in lines)
+
+
+async def test_a_wait_that_takes_too_long_ends_and_not_the_drain(head: ScriptedHead, fleet: Fleet) -> None:
+    head.told["DrainNode"] = [told(sessions=2), Hang()]
+    ended = await fleet("drain", "node-a", "--wait", "--timeout", "0.5")
+    assert ended.code == 1
+    assert "not empty after 0.5 s; the drain of node-a goes on" in ended.err
+
+
+async def test_explain_tells_a_drained_node_from_a_cordoned_one(head: ScriptedHead, fleet: Fleet) -> None:
+    nodes = [draining_node(admin.DRAIN_STATE_DRAINED), admin.Node(name="node-b", cordoned=True)]
+    head.replies["ListNodes"] = admin.ListNodesResponse(nodes=nodes)
+    verdicts = [admin.NodeVerdict(node=node.name, left_out="cordoned") for node in nodes]
+    head.replies["ExplainPlacement"] = admin.ExplainPlacementResponse(verdicts=verdicts)
+    out = (await fleet("explain", "--model", "demo")).out
+    assert re.search(r"node-a +left out: drained", out)
+    assert re.search(r"node-b +left out: cordoned", out)
+
+
+async def test_a_node_that_was_drained_and_stopped_is_no_error(head: ScriptedHead, fleet: Fleet) -> None:
+    stopped = draining_node(admin.DRAIN_STATE_DRAINED)
+    stopped.state, stopped.state_detail = admin.NODE_STATE_DOWN, "it was stopped"
+    other = admin.Node(name="b", address="b:1", state=admin.NODE_STATE_UP, models=stopped.models, lanes=8)
+    head.replies["ListNodes"] = admin.ListNodesResponse(nodes=[stopped, other], books_balance=True)
+    head.replies["ProbeNodes"] = admin.ProbeNodesResponse(
+        probes=[admin.NodeProbe(name="b", address="b:1", reachable=True)]
+    )
+    ended = await fleet("doctor")
+    assert ended.code == 0
+    assert "note: node-a: down, after it was drained: it was stopped" in ended.out
+    other.CopyFrom(draining_node(admin.DRAIN_STATE_DRAINED))
+    head.replies["ListNodes"] = admin.ListNodesResponse(nodes=[other], books_balance=True)
+    assert "every node that is up is drained: new work is refused" in (await fleet("doctor")).out

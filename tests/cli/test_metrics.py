@@ -9,21 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from examples.processes import Child, Children, command_of
+from examples.processes import Children
 from tests.cli.conftest import Ended, Fleet
+from tests.quiet_head import QUIET, start_head
 from tests.telemetry.scraping import Scraper
-
-QUIET = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--log-level", "error")
 
 
 @pytest.fixture
 async def children(tmp_path: Path) -> AsyncIterator[Children]:
     async with Children(tmp_path) as started:
         yield started
-
-
-async def start_head(children: Children, *more: str) -> tuple[Child, str]:
-    return await children.start("head", [command_of("fleet"), "serve", *QUIET, *more], "fleet: serving")
 
 
 def scraper_at(line: str) -> Scraper:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from pathlib import Path
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -189,3 +190,37 @@ async def test_a_refusal_is_not_said_twice(head: ScriptedHead, fleet: Fleet) -> 
         f"fleet: {message.removesuffix('; shorten it')} [CONTEXT_TOO_LONG]",
         "  what to do: shorten the prompt, or add a node with a wider window (`fleet explain` shows them)",
     ]
+
+
+async def test_a_refused_caller_is_told_what_helps_with_or_without_a_token(
+    head: ScriptedHead, fleet: Fleet, tmp_path: Path
+) -> None:
+    head.replies["ListSessions"] = Refuse(
+        code_pb2.UNAUTHENTICATED, "not known here", reason="CREDENTIALS_REFUSED"
+    )
+    token = tmp_path / "my.token"
+    token.write_text("fleet_x")
+    without = await fleet("sessions")
+    assert "give your token with --access-token-file FILE" in without.err
+    given = await fleet("sessions", "--access-token-file", str(token))
+    assert f"a new token: it does not take the one in {token}" in given.err
+    assert "give your token" not in given.err
+
+
+async def test_an_operator_who_asks_for_sessions_is_told_where_they_are(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    denied = Refuse(
+        code_pb2.PERMISSION_DENIED,
+        "oncall may not call here",
+        reason="PERMISSION_DENIED",
+        metadata={"caller": "oncall", "permission": "call"},
+    )
+    head.replies["ListSessions"] = denied
+    assert (
+        "the operators' page (listen.page) shows the sessions of all callers" in (await fleet("sessions")).err
+    )
+    head.replies["CordonNode"] = Refuse(
+        code_pb2.PERMISSION_DENIED, "no", reason="PERMISSION_DENIED", metadata={"permission": "operate"}
+    )
+    assert "`fleet access list --file FILE`" in (await fleet("cordon", "node-a")).err

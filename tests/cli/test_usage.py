@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,10 @@ COMMANDS = [
     ["cordon"],
     ["uncordon"],
     ["sessions"],
+    ["sessions", "finish"],
+    ["sessions", "cancel"],
+    ["token"],
+    ["access", "add"],
     ["generate"],
     ["explain"],
     ["doctor"],
@@ -58,6 +63,30 @@ def test_help_shows_examples_that_call_the_command(fleet: Run, command: list[str
 def test_help_names_the_model_as_the_readme_does(fleet: Run, command: list[str]) -> None:
     models = re.findall(r"--model (?!TEXT)(\S+)", fleet(*command, "--help").output.partition("Examples:")[2])
     assert set(models) <= {"demo"}
+
+
+@pytest.mark.parametrize("command", [[], ["access"], *COMMANDS], ids=" ".join)
+def test_help_at_100_columns_says_no_type_of_a_flag_and_breaks_no_line_early(
+    fleet: Run, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, [*command, "--help"]).output
+    assert "<bool>" not in shown
+    about = shown.partition("╭")[0].splitlines()
+    for line, below in itertools.pairwise(about):
+        if line.strip() and below.strip():
+            assert len(f"{line.rstrip()} {below.split()[0]}") >= 99, line
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_examples_in_help_name_no_address_that_may_be_somebodys(fleet: Run, command: list[str]) -> None:
+    numbers = set(re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", fleet(*command, "--help").output))
+    assert numbers <= {"127.0.0.1", "0.0.0.0"}
+
+
+def test_the_help_of_a_head_without_authentication_names_all_it_gives_up(fleet: Run) -> None:
+    shown = " ".join(fleet("serve", "--help").output.replace("│", " ").split())
+    assert "neither nodes for a fleet token, nor callers and operators for access tokens" in shown
 
 
 def test_help_lists_every_command(fleet: Run) -> None:

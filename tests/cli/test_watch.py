@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import pty
 import signal
 import sys
+import time
 from contextlib import suppress
 
+import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import code_pb2
+from rich.console import Console
 
 from fleet.v1 import admin_service_pb2 as admin
 from fleet.v1.fleet_service_pb2 import MOVE_CAUSE_LINK_LOST, Finished, Moved
 from fleet.v1.types_pb2 import FINISH_REASON_LENGTH, CapacityReport
+from fleet_service.cli.watch import Screen, bar
 from tests.cli.conftest import Fleet, start_fleet
 from tests.cli.scripted_head import Hang, Refuse, ScriptedHead
 
@@ -70,11 +75,11 @@ async def test_a_pipe_gets_a_line_per_change(head: ScriptedHead, fleet: Fleet) -
         "node-a: up, 2/8 lanes, 3 sessions",
         "node-b: down, 2/8 lanes, 3 sessions (connection refused)",
         "node-a: up, 8/8 lanes, 2 queued, 10 sessions",
-        "node-b: gone",
         "5 events skipped",
         "g1: placed on node-a",
         "g1: node-a -> node-c at index 17 (LINK_LOST), gap 120 ms",
         "g1: LENGTH after 40 tokens on node-c",
+        "node-b: gone",
     ]
 
 
@@ -143,3 +148,44 @@ async def test_a_refusal_says_what_to_do_and_a_lost_head_is_told_of(head: Script
     ended = await fleet("nodes", "--watch", "--json")
     assert ended.code == 1
     assert json.loads(ended.err)["error"]["reason"] == "UNREACHABLE"
+
+
+async def test_times_in_a_pipe_never_go_back_though_the_heads_clock_is_ahead(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    ahead = admin.FleetEvent(
+        time=Timestamp(seconds=int(time.time()) + 5),
+        generation_id="g1",
+        placed=admin.GenerationPlaced(node="node-a"),
+    )
+    later = admin.WatchFleetResponse(nodes=[node("node-a", running=3)], events=[ahead])
+    head.told["WatchFleet"] = [SNAPSHOT, later]
+    lines = (await fleet("nodes", "--watch")).out.splitlines()
+    assert [line.split()[1] for line in lines] == ["node-a:", "node-b:", "g1:", "node-a:"]
+    assert lines[2].split()[0] == lines[3].split()[0]
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_a_narrow_terminal_gets_fewer_columns_and_every_line_whole(width: int) -> None:
+    screen = Screen()
+    screen.seen.take(SNAPSHOT)
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(screen)
+    assert isinstance(console.file, io.StringIO)
+    table = [line for line in console.file.getvalue().splitlines() if "node-a" in line or "NODE" in line]
+    assert max(map(len, table)) <= width
+    assert "…" not in "".join(table)
+    assert ("KV" in table[0], "LANES" in table[0]) == (width >= 60, True)
+
+
+@pytest.mark.parametrize(
+    "part,whole,shown",
+    [
+        (0, 8, "░░░░░░░░ 0/8"),
+        (4, 16_384, "░░░░░░░░ 4/16384"),
+        (3, 8, "███░░░░░ 3/8"),
+        (1, 16, "▌░░░░░░░ 1/16"),
+    ],
+)
+def test_a_bar_is_as_long_as_its_numbers_say(part: int, whole: int, shown: str) -> None:
+    assert bar(part, whole).plain == shown

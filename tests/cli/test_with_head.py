@@ -176,7 +176,7 @@ async def test_ctrl_c_frees_the_node(real: RealFleet) -> None:
 async def test_a_drained_node_gives_its_answer_away_while_watchers_look_on(real: RealFleet) -> None:
     await real.fleet("cordon", "b")
     asking = await real.start_fleet(
-        *("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "120", "--json")
+        *("generate", "--model", "demo", "--tokens", "1,2,3", "--max-new", "240", "--json")
     )
     assert asking.stdout is not None
     while b'"tokens"' not in await asking.stdout.readline():

@@ -105,11 +105,11 @@ def sources(folder: Path) -> Iterator[Path]:
 
 
 def require_tool(tool: str) -> None:
-    """Skip the test where the tool is missing; with FLEET_REQUIRE_TOOLCHAINS=1 let it fail."""
+    """Skip the test where the tool is missing; with REQUIRE_TOOLCHAINS=1 let it fail."""
     if shutil.which(tool) is not None:
         return
     told = f"{tool} is not installed; examples/README.md says what the clients are built with"
-    if os.environ.get("FLEET_REQUIRE_TOOLCHAINS") == "1":
+    if os.environ.get("REQUIRE_TOOLCHAINS") == "1":
         pytest.fail(told)
     pytest.skip(told)
 

@@ -13,7 +13,7 @@ from node_stub.faults import ReportLies, parse_fault, parse_lie
 from node_stub.link import LinkProtocolError
 from node_stub.rules import NodeRules
 from node_stub.server import NodeServicer
-from node_stub.token import FleetToken
+from node_stub.token import FleetToken, Way
 from tests.conformance import broken_rules as rules
 from tests.conformance import broken_servicers as servicers
 from tests.conformance.support import broken, check, stub
@@ -193,16 +193,16 @@ async def test_generations_that_a_node_keeps_for_itself(monkeypatch: pytest.Monk
 
 
 class _ProvesAsAHead(FleetToken):
-    def proof(self, head_nonce: bytes, node_nonce: bytes) -> bytes:
-        return self._mac(b"fleet.v1 head", head_nonce, node_nonce)
+    def proof(self, way: Way, head_nonce: bytes, node_nonce: bytes) -> bytes:
+        return self._mac(f"fleet.v1 head {way}", head_nonce, node_nonce)
 
 
 class _ProvesOnce(FleetToken):
     """The nonce of the first handshake answers all."""
 
-    def proof(self, head_nonce: bytes, node_nonce: bytes) -> bytes:
+    def proof(self, way: Way, head_nonce: bytes, node_nonce: bytes) -> bytes:
         first = self.__dict__.setdefault("first", head_nonce)
-        return super().proof(first, node_nonce)
+        return super().proof(way, first, node_nonce)
 
 
 class _BelievesAnybody(FleetToken):

@@ -105,13 +105,27 @@ async def test_token_and_certificates_are_read_from_files(tmp_path: Path) -> Non
     assert unknown.err == "fleet: it has a fleet token; give its file with --token-file\n"
 
 
+async def test_a_node_whose_tls_differs_is_told_with_the_option_that_helps(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    pair = authority.issue("node")
+    async with stub(tls=TlsFiles(cert=pair.cert, key=pair.key, ca=None)) as node:
+        plain = await conformance(node.address, "--rule", "N1")
+        unknown = await conformance(node.address, "--rule", "N1", "--node-ca", str(stranger.ca))
+    for ended, advice in (
+        (plain, "it may speak TLS (give --node-ca FILE)"),
+        (unknown, "with --node-ca FILE"),
+    ):
+        assert ended.code == 1
+        assert f"something listens at {node.address}, but" in ended.err
+        assert advice in ended.err
+
+
 async def test_a_node_of_another_fleet_says_so_and_is_tried_under_its_own() -> None:
     async with stub(fleet_id="blue") as node:
         refused = await conformance(node.address, "--rule", "N8")
         taken = await conformance(node.address, "--rule", "N8", "--fleet-id", "blue")
     assert refused.code == WRONG_USE
-    assert "belongs to fleet 'blue'" in refused.err
-    assert "--fleet-id" in refused.err
+    assert refused.err == "fleet: give --fleet-id blue: the node serves that fleet and no other\n"
     assert taken.code == ALL_HOLD
 
 

@@ -62,13 +62,22 @@ def validate(each: Object, version: str) -> None:
     kubernetes_validate.validate(each, version, strict=True)
 
 
+def wrong_with(each: Object, version: str) -> str:
+    """What the schema says against it; "" = nothing."""
+    try:
+        validate(each, version)
+    except kubernetes_validate.ValidationError as error:
+        return str(error)
+    return ""
+
+
 # --------------------------------------------------------------------------------------------- the schemas
 
 
 @pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
 @pytest.mark.parametrize("each", OBJECTS, ids=lambda each: f"{each['kind']}-{each['metadata']['name']}")
 def test_every_object_is_valid(each: Object, version: str) -> None:
-    validate(each, version)
+    assert wrong_with(each, version) == ""
 
 
 def test_a_field_that_does_not_exist_is_noticed() -> None:

@@ -29,8 +29,8 @@ NODES = {"node-1": "8454", "node-2": "8464", "spare": "8474"}
 HOSTS = {
     "dns:///nodes.default.svc.cluster.local": "dns:///localhost:8454",
     "dns:///nodes.example:8454": "dns:///localhost:8464",
-    "10.0.0.11:8454": "127.0.0.1:8454",
-    "10.0.0.12:8454": "127.0.0.1:8464",
+    "node-1.example:8454": "127.0.0.1:8454",
+    "node-2.example:8454": "127.0.0.1:8464",
     "head.example": "127.0.0.1",
     "node.example": "127.0.0.1",
     "HOST:PORT": "127.0.0.1:8474",

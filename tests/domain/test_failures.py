@@ -97,6 +97,15 @@ def test_nodes_that_leave_in_order_are_blamed_on_no_request() -> None:
     assert _cause(budget.after(Failure(FailureClass.LINK_LOST, "j"), 3)) is Reason.POISON_REQUEST
 
 
+def test_a_fleet_that_leaves_node_by_node_does_not_keep_a_request_for_ever() -> None:
+    budget = AttemptBudget()
+    left = Failure(FailureClass.LINK_LOST, "a", node_left=True)
+    for _ in range(12):
+        _again(budget.after(left, 3))
+    assert _cause(budget.after(left, 3)) is Reason.ATTEMPTS_EXHAUSTED
+    _again(AttemptBudget().after(left, 4))
+
+
 def test_a_node_that_does_not_answer_before_a_replay_costs_nothing() -> None:
     budget = AttemptBudget()
     _again(budget.after(Failure(FailureClass.LINK_LOST, "a"), 3))

@@ -83,7 +83,7 @@ async def guarded(world: World, tmp_path: Path) -> AsyncIterator[Guarded]:
     async with AsyncExitStack() as stack:
         server = await world.head(*nodes)
         file = tmp_path / "access.toml"
-        file.touch()
+        add_entry(file, Entry(Caller("somebody", frozenset({READ})), hash_of(new_token())))
         yield Guarded(world, server, tmp_path, file, stack)
 
 
@@ -255,6 +255,38 @@ async def test_the_file_is_read_again_while_the_head_runs_and_a_broken_one_chang
     remove_entry(guarded.file, "frontend")
     guarded.now_s += 2
     assert await refused(answer_of(client, completion())) == ("UNAUTHENTICATED", "CREDENTIALS_REFUSED")
+
+
+async def test_a_file_that_could_not_be_read_for_a_while_is_read_when_it_can_be(guarded: Guarded) -> None:
+    where = await guarded.listen()
+    client = await guarded.client(where, guarded.let_in("frontend", CALL))
+    assert await answer_of(client, completion()) == expected(prompt(8), 5)
+    remove_entry(guarded.file, "frontend")
+    kept = guarded.file.read_bytes()
+    guarded.file.rename(guarded.folder / "away")
+    guarded.now_s += 2
+    assert await answer_of(client, completion()) == expected(prompt(8), 5)
+    (guarded.folder / "away").rename(guarded.file)
+    guarded.file.write_bytes(kept[: len(kept) // 2])  # cut off: who is missing in it is not locked out
+    guarded.now_s += 2
+    assert await answer_of(client, completion()) == expected(prompt(8), 5)
+    guarded.file.write_bytes(kept)
+    guarded.now_s += 2
+    assert await refused(answer_of(client, completion())) == ("UNAUTHENTICATED", "CREDENTIALS_REFUSED")
+
+
+async def test_a_session_of_a_model_that_was_taken_from_its_owner_is_not_used_on(guarded: Guarded) -> None:
+    where = await guarded.listen()
+    client = await guarded.client(where, guarded.let_in("narrow", CALL))
+    session_id = await new_session(client)
+    text = guarded.file.read_text().replace('may = ["call"]', 'may = ["call"]\nmodels = ["other-model"]')
+    guarded.file.write_text(text)
+    guarded.now_s += 2
+    generate = pb.GenerateAllRequest(session_id=session_id)
+    denied = ("PERMISSION_DENIED", "PERMISSION_DENIED")
+    assert await refused(client.ask(client.fleet.GenerateAll(generate))) == denied
+    resume = pb.ResumeSessionRequest(session_id=session_id)
+    assert await refused(client.ask(client.fleet.ResumeSession(resume))) == denied
 
 
 async def test_callers_are_known_by_certificate_over_tls(guarded: Guarded) -> None:

@@ -216,7 +216,8 @@ async def _add_too_many(stage: Stage) -> Refused:
 
 
 @case("DrainNode", "LIMIT_EXCEEDED")
-async def _drain_while_another_watches(stage: Stage) -> Refused:
+async def _drain_while_too_many_look_on(stage: Stage) -> Refused:
+    stage.server.head.operators.drain_places = 0
     async with watching(stage):
         return await refusal_of(stage.admin.DrainNode(admin_pb.DrainNodeRequest(node="node-1")))
 

@@ -350,6 +350,7 @@ async def test_what_is_wrong_with_a_drain_is_said(world: World) -> None:
     long = admin_pb.DrainNodeRequest(node="only", by="o" * 129)
     assert (await refusal_of(server.admin.DrainNode(long))).what == ("INVALID_ARGUMENT", "INVALID_FIELD")
     (reading,) = await streams_on(server, node, 1, 5000)
+    server.head.operators.drain_places = 0
     first = await begin(server, node)
     more = await refusal_of(server.admin.DrainNode(admin_pb.DrainNodeRequest(node="only")))
     assert more.what == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")

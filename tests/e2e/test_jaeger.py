@@ -1,6 +1,6 @@
 """A generation's trace in a real Jaeger: spans of the caller, the head and the nodes, each its own process.
 
-`make jaeger` builds the program once. Without it these tests are skipped, unless FLEET_REQUIRE_TOOLCHAINS=1.
+`make jaeger` builds the program once. Without it these tests are skipped, unless REQUIRE_TOOLCHAINS=1.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Jaeger:
 def jaeger() -> Iterator[Jaeger]:
     if not program().exists():
         why = f"there is no {program()}: `make jaeger` builds it"
-        if os.environ.get("FLEET_REQUIRE_TOOLCHAINS") == "1":
+        if os.environ.get("REQUIRE_TOOLCHAINS") == "1":
             pytest.fail(why)
         pytest.skip(why)
     made = Jaeger(f"127.0.0.1:{quiet_port()}", f"127.0.0.1:{quiet_port()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import pytest
@@ -25,7 +25,7 @@ from node_stub.gate import is_local
 from node_stub.join import JoinRefusedError, JoinSettings
 from node_stub.stub_node import StubNode, StubSettings
 from node_stub.token import FleetToken as NodeToken
-from tests.links.scripted_link import PATIENT, RecordingDesk, join_address
+from tests.links.scripted_link import PATIENT, RecordingDesk, join_address, join_call
 from tests.links.scripted_node import INTRODUCTION, RecordingListener, RecordingSink, a_run
 
 LinkCall = grpc.aio.StreamStreamCall[link_service_pb2.LinkRequest, link_service_pb2.LinkResponse]
@@ -134,7 +134,7 @@ async def test_a_proof_of_another_run_of_the_node_opens_nothing() -> None:
         async with grpc.aio.insecure_channel(before.address) as channel:
             stub = node_service_pb2_grpc.NodeServiceStub(channel)
             hello = await stub.Handshake(pb.HandshakeRequest(min_version=1, max_version=1, nonce=nonce))
-            proof = (("fleet-proof-bin", nonce + token.proof(nonce, hello.nonce)),)
+            proof = (("fleet-proof-bin", nonce + token.proof("plain", nonce, hello.nonce)),)
             await stub.RenewLease(pb.RenewLeaseRequest(fleet_id="fleet"), metadata=proof)
         async with grpc.aio.insecure_channel(after.address) as channel:
             stub = node_service_pb2_grpc.NodeServiceStub(channel)
@@ -177,7 +177,7 @@ async def test_a_link_takes_no_command_before_the_heads_proof(frame: link_pb2.He
         call = link_service_pb2_grpc.LinkServiceStub(channel).Link()
         await call.write(link_service_pb2.LinkRequest(frame=hello_of_head(b"n" * 32)))
         hello = (await frame_of(call)).hello
-        assert NodeToken(KEY).proof(b"n" * 32, hello.nonce) == hello.proof
+        assert NodeToken(KEY).proof("link", b"n" * 32, hello.nonce) == hello.proof
         for each in (frame, ASSIGN):
             if not call.done():
                 await call.write(link_service_pb2.LinkRequest(frame=each))
@@ -192,7 +192,7 @@ async def test_a_recorded_exchange_cannot_be_played_again_on_a_link() -> None:
             call = link_service_pb2_grpc.LinkServiceStub(channel).Link()
             await call.write(link_service_pb2.LinkRequest(frame=hello_of_head(b"n" * 32)))
             hello = (await frame_of(call)).hello
-            proofs.append(FleetToken(KEY).proof(b"n" * 32, hello.nonce))
+            proofs.append(FleetToken(KEY).proof("link", b"n" * 32, hello.nonce))
             proof = proofs[-1] if replay is None else proofs[replay]
             frame = link_pb2.HeadFrame(type=link_pb2.FRAME_TYPE_PROOF, proof=proof)
             await call.write(link_service_pb2.LinkRequest(frame=frame))
@@ -231,7 +231,7 @@ async def test_a_joining_node_whose_token_differs_stays_out_and_ends(
         settings = StubSettings(token=NodeToken(at_node) if at_node else None, join=JoinSettings(address))
         node = StubNode(settings)
         await node.start()
-        with pytest.raises(JoinRefusedError, match="give node and head the same fleet token"):
+        with pytest.raises(JoinRefusedError, match="FLEET_TOKEN_REFUSED"):
             await node.join_ended()
         with pytest.raises(JoinRefusedError):
             await node.stop()
@@ -257,12 +257,36 @@ def test_a_token_does_not_show_when_it_is_printed(token: object) -> None:
 def test_proofs_of_head_and_node_cannot_stand_for_each_other() -> None:
     head, node = FleetToken(KEY), NodeToken(KEY)
     a, b = b"a" * 32, b"b" * 32
-    assert head.accepts(node.proof(a, b), a, b)
-    assert node.accepts(head.proof(a, b), a, b)
-    assert not head.accepts(head.proof(a, b), a, b)
-    assert not node.accepts(node.proof(a, b), a, b)
-    assert not head.accepts(node.proof(b, a), a, b)
-    assert not node.accepts(head.proof(b, a), a, b)
+    ways: tuple[Literal["plain", "link", "join"], ...] = ("plain", "link", "join")
+    for way in ways:
+        assert head.accepts(way, node.proof(way, a, b), a, b)
+        assert node.accepts(way, head.proof(way, a, b), a, b)
+        assert not head.accepts(way, head.proof(way, a, b), a, b)
+        assert not node.accepts(way, node.proof(way, a, b), a, b)
+        assert not head.accepts(way, node.proof(way, b, a), a, b)
+        assert not node.accepts(way, head.proof(way, b, a), a, b)
+        for other in ways:
+            assert head.accepts(way, node.proof(other, a, b), a, b) == (way == other)
+            assert node.accepts(way, head.proof(other, a, b), a, b) == (way == other)
+
+
+async def test_a_stranger_between_a_head_and_a_node_cannot_pass_their_proofs_on() -> None:
+    """It dials both, and gives each the other's words: neither takes it in."""
+    desk = RecordingDesk()
+    async with (
+        stub_node(KEY) as node,
+        join_address(desk, replace(PATIENT, token=FleetToken(KEY))) as address,
+        join_call(address) as (end, call),
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
+        greeting = await end.frame()
+        assert greeting is not None
+        stub = node_service_pb2_grpc.NodeServiceStub(channel)
+        hello = await stub.Handshake(greeting.hello)
+        hello.identity = "stranger"
+        await end.send(link_pb2.NodeFrame(type=link_pb2.FRAME_TYPE_HELLO, hello=hello))
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert desk.offers.empty()
 
 
 def test_a_refusal_of_the_token_is_a_refusal_of_the_handshake() -> None:

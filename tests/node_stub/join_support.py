@@ -42,6 +42,8 @@ class JoinHead(join_grpc.JoinServiceServicer):
         self.links: asyncio.Queue[JoinedLink] = asyncio.Queue()
         self.dials = 0
         self.refuse: tuple[grpc.StatusCode, str] | None = None
+        self.words = ""
+        """What it says to whom it refuses; empty = `refused: REASON`."""
         self.address = ""
         # Its stubs are never used: it makes requests, nothing else.
         self.maker = Head(grpc.aio.insecure_channel("127.0.0.1:1"))
@@ -77,13 +79,13 @@ class JoinHead(join_grpc.JoinServiceServicer):
     async def Join(self, _: Any, context: Any) -> None:  # type: ignore[override] # reads and writes
         self.dials += 1
         if self.refuse:
-            await _abort(context, *self.refuse)
+            await _abort(context, *self.refuse, self.words)
         link = JoinedLink(self.maker, context)
         self.links.put_nowait(link)
         await link.over.wait()
 
 
-async def _abort(context: Any, code: grpc.StatusCode, reason: str) -> None:
-    status = status_pb2.Status(code=code.value[0], message=f"refused: {reason}")
+async def _abort(context: Any, code: grpc.StatusCode, reason: str, words: str) -> None:
+    status = status_pb2.Status(code=code.value[0], message=words or f"refused: {reason}")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="fleet.v1"))
     await context.abort_with_status(rpc_status.to_status(status))

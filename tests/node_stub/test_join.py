@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -20,6 +21,8 @@ from node_stub.link import LinkLimits
 from node_stub.reference import StubModel, reference_tokens
 from node_stub.stub_engine import EngineSettings
 from node_stub.stub_node import StubNode, StubSettings
+from node_stub.tls import TlsFiles, server_credentials
+from tests.certificates import Authority
 from tests.node_stub.join_support import JoinHead
 from tests.node_stub.link_support import PATIENCE_S
 from tests.node_stub.support import PROMPT, eventually, head_of
@@ -100,6 +103,54 @@ async def test_a_living_node_of_the_same_identity_is_told_and_waited_for(head: J
         head.refuse = None
         await (await head.next_link()).bind()
         await eventually(lambda: node.told[-1].startswith("joined"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "identity n1 is in use by a living node at n:1; give this one another with --identity, or stop that",
+        "this run of node n1 was silent and has been replaced; restart it",
+    ],
+)
+async def test_what_a_head_advises_about_an_identity_is_told_as_it_is_and_once(
+    head: JoinHead, said: str
+) -> None:
+    head.refuse, head.words = (grpc.StatusCode.ALREADY_EXISTS, "IDENTITY_IN_USE"), said
+    async with StubNode(joining(head)) as node:
+        await eventually(lambda: bool(node.told))
+        assert node.told[0] == f"refused by {head.address}: {said}; asking again every 30 s"
+
+
+async def test_why_a_dial_came_to_nothing_is_told_in_words(tmp_path: Path) -> None:
+    """Of TLS, too: a node without --tls-ca at a head with it, and what else may differ."""
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    served, other = authority.issue("head"), authority.issue("other", "other.example")
+    tls = TlsFiles(served.cert, served.key)
+    for server_tls, files, told in (
+        (tls, None, "it closes the connection; it may speak TLS: name what signed its certificate with"),
+        (replace(tls, ca=authority.ca), TlsFiles(ca=authority.ca), "give --tls-cert and --tls-key"),
+        (tls, TlsFiles(ca=stranger.ca), "not signed by what --tls-ca names"),
+        (TlsFiles(other.cert, other.key), TlsFiles(ca=authority.ca), "for another name than the one dialed"),
+        (None, TlsFiles(ca=authority.ca), "does not speak TLS there; leave --tls-ca out"),
+    ):
+        server = grpc.aio.server()
+        place = "127.0.0.1:0"
+        port = (
+            server.add_secure_port(place, server_credentials(server_tls))
+            if server_tls
+            else server.add_insecure_port(place)
+        )
+        await server.start()
+        settings = StubSettings(identity="n1", join=JoinSettings(f"127.0.0.1:{port}", files))
+        async with StubNode(settings) as node:
+            await eventually(lambda node=node: bool(node.told))  # type: ignore[misc] # its default is no argument
+            assert told in node.told[0]
+            assert "dialing on" in node.told[0]
+            assert "last error" not in node.told[0]
+        await server.stop(0)
+    async with StubNode(StubSettings(identity="n1", join=JoinSettings("127.0.0.1:1"))) as node:
+        await eventually(lambda: bool(node.told))
+        assert node.told[0] == "cannot join 127.0.0.1:1: nothing listens there; dialing on"
 
 
 async def test_a_refused_token_ends_the_joining(head: JoinHead) -> None:

@@ -37,8 +37,10 @@ async def test_a_node_that_leaves_a_head_in_mid_sentence_dials_it_again(head: Jo
         link = await head.next_link()
         await link.send(link_pb.HeadFrame(type=77, must_understand=True))  # type: ignore[arg-type]
         sending = asyncio.create_task(sent_for_ever(link))
-        await (await head.next_link()).bind()
+        again = await head.next_link()
+        await again.bind()
         await sending
+        assert (head.dials, again.over.is_set()) == (2, False)
 
 
 async def test_a_node_told_to_stop_ends_though_its_head_still_sends(head: JoinHead) -> None:

@@ -1,7 +1,7 @@
 """A headless Chromium that looks at the page, and an account of all it asked for and complained of.
 
 Needs Chromium itself (Debian's `chromium`) and the package playwright, which drives it. Without them these
-tests are skipped, unless FLEET_REQUIRE_TOOLCHAINS=1.
+tests are skipped, unless REQUIRE_TOOLCHAINS=1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def chromium() -> str:
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
         why = "there is no chromium: `apt-get install chromium`"
-        if os.environ.get("FLEET_REQUIRE_TOOLCHAINS") == "1":
+        if os.environ.get("REQUIRE_TOOLCHAINS") == "1":
             pytest.fail(why)
         pytest.skip(why)
     return found

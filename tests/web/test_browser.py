@@ -11,6 +11,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from fleet.v1 import admin_service_pb2 as admin
+from fleet_service.access_file import remove_entry
 from fleet_service.domain.access import Permission
 from tests.e2e.callers import Reading, generate, open_session_on
 from tests.e2e.harness import NodeProcess, World, prompt, until
@@ -175,7 +176,7 @@ async def test_a_page_whose_token_is_taken_back_asks_anew(
     async with served(world, access=file, sign_in="token") as page, a_tab(browser, page) as tab:
         await sign_in(tab, reads)
         await expect(tab.page.locator("#live")).to_have_text("live")
-        file.write_text("")
+        remove_entry(file, "dashboard")
         await expect(tab.page.get_by_role("alert")).to_contain_text("may have been taken back")
         await expect(tab.page.get_by_label("Access token")).to_be_visible()
         tab.errors.clear()  # the 401 itself
@@ -334,15 +335,15 @@ async def test_pictures_of_it_for_the_documents(world: World, browser: Browser, 
     folder = Path(os.environ.get("FLEET_E2E_PICTURES", tmp_path))
     nodes = await world.start_nodes(4, "--decode-rate", "60", "--lanes", "3", "--label", "zone=a")
     async with served(world, *nodes) as page:
-        readings = []
-        for number in range(1, 11):
-            session_id = await open_session_on(
-                page.server, nodes[number % 4], prompt(90 * number), f"chat-{number}"
-            )
-            readings.append(Reading(generate(page.server, session_id, 260, f"answer-{number}")))
         async with a_tab(browser, page, width=1080, height=900) as tab:
             await tab.page.emulate_media(reduced_motion="reduce")
             await nodes_shown(tab, 4)
+            readings = []
+            for number in range(1, 11):
+                session_id = await open_session_on(
+                    page.server, nodes[number % 4], prompt(90 * number), f"chat-{number}"
+                )
+                readings.append(Reading(generate(page.server, session_id, 260, f"answer-{number}")))
             await readings[0].until_tokens(70)
             await nodes[1].kill()
             moved = [reading for number, reading in enumerate(readings, start=1) if number % 4 == 1]

@@ -235,6 +235,7 @@ async def test_the_stream_ends_with_the_head(world: World) -> None:
         await feed.until(lambda feed: feed.messages)
         await page.server.head.stop(0.0)
         await feed.end()
+        assert page.server.head.fleet.turns.listener is None
 
 
 async def test_many_nodes_come_in_pieces_so_that_the_head_is_not_held_up() -> None:

@@ -15,23 +15,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from examples.processes import Child, Children, command_of
+from examples.processes import Children
 from fleet_service.config import FleetConfig
 from tests.certificates import Authority
 from tests.e2e.harness import PATIENCE_S
+from tests.quiet_head import start_head
 from tests.web.served import call_bytes
-
-QUIET = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--log-level", "error")
 
 
 @pytest.fixture
 async def children(tmp_path: Path) -> AsyncIterator[Children]:
     async with Children(tmp_path) as started:
         yield started
-
-
-async def start_head(children: Children, *more: str) -> tuple[Child, str]:
-    return await children.start("head", [command_of("fleet"), "serve", *QUIET, *more], "fleet: serving")
 
 
 def page_at(line: str) -> str:

@@ -2,6 +2,7 @@
 
 import { $, count, duration, el, lower, num } from './dom.js';
 import { call } from './net.js';
+import { drainWord } from './nodes.js';
 
 export function startExplain(models) {
   const form = $('explain');
@@ -40,10 +41,13 @@ function answer({ policy, chosen, refusal_reason, refusal_message, verdicts = []
   ];
 }
 
+/** A drain keeps work off as a cordon does, and is told as what it is. */
+const leftOut = ({ node, left_out }) => (left_out === 'cordoned' && drainWord(node)) || lower(left_out);
+
 function row(verdict, chosen, longest) {
   const bar = el('i');
   bar.style.width = `${(num(verdict.eta_ms) / longest) * 100}%`;
-  const word = verdict.node === chosen ? 'chosen' : verdict.eligible ? 'could take it' : `left out: ${lower(verdict.left_out)}`;
+  const word = verdict.node === chosen ? 'chosen' : verdict.eligible ? 'could take it' : `left out: ${leftOut(verdict)}`;
   const number = (value, stands) => el('td', { class: 'number' }, `${stands ? '~' : ''}${count(value)}`);
   return el('tr', {},
     el('th', { scope: 'row' }, verdict.node),

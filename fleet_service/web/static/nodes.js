@@ -42,6 +42,8 @@ export function takeNodes(message) {
 }
 
 const stateOf = (node) => STATES[node.state] ?? ['?', lower(node.state), 'idle'];
+/** draining or drained, of a node that is. */
+export const drainWord = (name) => (nodes.has(name) ? drainOf(nodes.get(name)) : undefined);
 const drainOf = (node) => (node.drain ? DRAINS[node.drain.state] : undefined);
 
 function words(node) {
@@ -69,6 +71,18 @@ function names(list, values) {
   if ($(list).dataset.values === text) return;
   $(list).dataset.values = text;
   $(list).replaceChildren(...values.slice(0, SHOWN).map((value) => el('option', { value })));
+}
+
+function orderOf(node) {
+  const { note, by } = node.drain ?? { note: node.cordon_note, by: node.cordoned_by };
+  if (!node.cordoned || !note) return '';
+  return `${node.drain ? 'Drained' : 'Cordoned'}${by ? ` by ${by}` : ''}: ${note}`;
+}
+
+/** Whether no other node is left for new work. */
+function isLast(node) {
+  const takes = [...nodes.values()].filter((each) => each.state === 'NODE_STATE_UP' && !each.cordoned);
+  return takes.length === 1 && takes[0].name === node.name;
 }
 
 function makeCard(node) {
@@ -99,7 +113,7 @@ function updateCard(card, node) {
   card.root.dataset.tone = tone;
   say(card.kept, drain ?? (node.cordoned ? 'cordoned' : node.unlisted ? 'unlisted' : ''));
   card.kept.hidden = !card.kept.textContent;
-  const why = [node.state_detail, node.cordoned && node.cordon_note && `Cordoned${node.cordoned_by ? ` by ${node.cordoned_by}` : ''}: ${node.cordon_note}`, node.reports_stale && 'Its reports are stale.'];
+  const why = [node.state_detail, orderOf(node), node.reports_stale && 'Its reports are stale.'];
   say(card.detail, why.filter(Boolean).join(' '));
   const running = num(node.running), lanes = num(node.lanes), queued = num(node.queued);
   card.lanes.set(lanes ? running / lanes : 0, `${running} of ${lanes}`, running >= lanes && lanes ? 'warn' : '');
@@ -122,7 +136,7 @@ function factsOf(node, report) {
   return [
     plural(node.sessions, 'session'),
     (node.models ?? []).map((model) => model.name).join(', ') || 'no model',
-    num(report.decode_tokens_per_s) ? `${count(report.decode_tokens_per_s)} tokens/s` : null,
+    num(report.decode_tokens_per_s) ? `${count(report.decode_tokens_per_s)} tokens/s when busy` : null,
     node.address,
     node.state === 'NODE_STATE_DOWN' && node.last_seen_time ? `seen ${duration(Date.now() - Date.parse(node.last_seen_time))} ago` : null,
     num(node.outbox) ? `${plural(node.outbox, 'revoke')} owed` : null,
@@ -150,7 +164,8 @@ async function uncordon(node) {
 function ask(what, node) {
   const dialog = $('ask');
   say($('ask-title'), `${what} ${node.name}`);
-  say($('ask-text'), what === 'Cordon' ? 'No new work is placed on it; what it runs goes on.' : 'No new work is placed on it, and what it runs goes on elsewhere.');
+  const last = isLast(node) ? ' It is the last node that takes new work: until another does, callers are refused.' : '';
+  say($('ask-text'), (what === 'Cordon' ? 'No new work is placed on it; what it runs goes on.' : 'No new work is placed on it, and what it runs goes on elsewhere.') + last);
   say($('ask-yes'), what);
   $('ask-note').value = '';
   dialog.returnValue = 'no';

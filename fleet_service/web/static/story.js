@@ -74,16 +74,20 @@ function generation(story, first) {
   draw();
   if (!end) running.push(draw);
   const id = story.generation_id;
+  const turns = endLast(story.turns);
   return el('details', { open: first && !closed.has(id), ontoggle: (event) => (event.target.open ? closed.delete(id) : closed.add(id)) },
     el('summary', {}, el('strong', {}, id), ` ${state}${tokens}, ${plural(moves, 'move')} `, el('span', { class: 'hint' },
       `${clock(story.accepted_ms)} · ${story.model} · ${story.owner ? `${story.owner} · ` : ''}context ${count(story.context_tokens)} · at most ${count(story.max_new_tokens)} tokens`)),
     track, axis,
-    el('ol', { class: 'turns' }, ...story.turns.flatMap((turn, at) => [
-      turn.failed && story.turns[at - 1]?.left?.failure === turn.failed.kind ? null // that has been said
+    el('ol', { class: 'turns' }, ...turns.flatMap((turn, at) => [
+      turn.failed && turns[at - 1]?.left?.failure === turn.failed.kind ? null // that has been said
         : el('li', { class: turn.moved ? 'moved' : '' }, el('time', {}, `+${duration(turn.at_ms - story.accepted_ms)}`), el('span', {}, ...turnWords(turn))),
       at === 0 && story.left_out ? el('li', { class: 'hint' }, `${plural(story.left_out, 'turn')} left out`) : null,
     ].filter(Boolean))));
 }
+
+/** The end is decided before its attempt is over, and yet told last. */
+const endLast = (turns) => [...turns.filter((turn) => !turn.finished), ...turns.filter((turn) => turn.finished)];
 
 /** Where it was and when: [from, to, kind, label], waits and gaps included. */
 export function segments(story, end_ms) {
