@@ -171,7 +171,7 @@ async def start(file: Path, sessions: int) -> Start:
         batch: list[Record] = []
         for number in range(first + 1, first + 101):
             batch += [session(f"s{number}", number), ContextExtended(f"s{number}", 0, ids, crc32)]
-        await store.write(batch, sync=False)
+        await store.write(batch)
     await store.close()
     begin = time.perf_counter()
     store = SqliteStore(file)

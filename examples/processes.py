@@ -94,9 +94,12 @@ class Children:
     async def start(self, name: str, command: Sequence[str], ready: str) -> tuple[Child, str]:
         """Start a command and wait for the line that begins with `ready`; gives that line as well.
 
+        A head keeps what it has in a folder of its own, among these logs, unless the command names one.
+
         Raises ChildFailedError when it ends first, or is not ready within READY_TIMEOUT_S.
         """
         log = self._folder / f"{name}-{len(self._started)}.log"
+        kept = {"FLEET_STORE__FOLDER": str(log.with_suffix(".kept"))}
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -105,7 +108,7 @@ class Children:
                 stderr=output,
                 # Out of the terminal's group: Ctrl-C reaches the demonstration alone, which ends them.
                 start_new_session=True,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | kept,
             )
         child = Child(name, command, process, log)
         self._started.append(child)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,17 +38,14 @@ from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
 from fleet_service.exposure import warn_of_clear_tokens
 from fleet_service.http_server import HttpListenError
+from fleet_service.keeping import Keeping, keeping
 from fleet_service.links.dialer import FleetDialer
 from fleet_service.links.join import JoinDoor
 from fleet_service.links.resolver import SystemResolver
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
-from fleet_service.runtime.journal import Durability, StoreJournal
 from fleet_service.runtime.observer import FleetObserver, NullObserver
-from fleet_service.runtime.records import Saved
 from fleet_service.runtime.store import StoreError
-from fleet_service.stores.sqlite import SqliteStore
-from fleet_service.stores.sqlite_files import STORE_FILE
 from fleet_service.telemetry.combined import BothFleetObservers, BothRpcObservers
 from fleet_service.telemetry.logging import configure_logging
 from fleet_service.telemetry.metrics import Metrics
@@ -151,7 +148,7 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
     """
     links = link_settings(config)
     async with AsyncExitStack() as parts:
-        kept = await parts.enter_async_context(_kept(config, stop))
+        kept = await parts.enter_async_context(_keeping(config, stop))
         metrics = _metrics(config)
         rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config, metrics))
         stories = Stories(config.listen.page_generations_kept, time.time) if config.listen.page else None
@@ -163,11 +160,9 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
             observer=BothFleetObservers(fleet_observer, stories) if stories else fleet_observer,
             resolver=SystemResolver(),
             discovery=config.links.discovery_settings(),
-            journal=kept.journal if kept else None,
-            saved=kept.saved if kept else None,
+            kept=kept.kept,
         )
-        if kept:
-            await kept.begin(head.fleet.term)
+        await kept.begin(head.fleet.term, head.branch)
         # Closed last, so that a head that drains can be watched.
         metrics_at = await _serve_metrics(config, metrics, head, parts) if metrics else ""
         page_at = await _serve_page(config, stories, head, parts) if stories else ""
@@ -193,29 +188,9 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
         raise StartError(stop.failed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What outlives the head."""
-
-    store: SqliteStore
-    journal: StoreJournal
-    saved: Saved
-
-    async def begin(self, term: int) -> None:
-        """Write from here on, as the run of that term. Raises StartError."""
-        try:
-            await self.store.take_term(term, self.saved.branch)
-        except StoreError as error:
-            raise StartError(str(error)) from error
-        self.journal.start()
-
-
 @asynccontextmanager
-async def _kept(config: FleetConfig, stop: StopRequest) -> AsyncIterator[_Kept | None]:
-    """The store, opened; closed when the head has ended. Raises StartError."""
-    if not config.store.folder:
-        yield None
-        return
+async def _keeping(config: FleetConfig, stop: StopRequest) -> AsyncIterator[Keeping]:
+    """What outlives the head. Raises StartError; asks for the end when nothing can be kept any more."""
 
     def broken(error: StoreError) -> None:
         stop.failed = f"the head ends, since it can keep nothing any more: {error}"
@@ -223,18 +198,11 @@ async def _kept(config: FleetConfig, stop: StopRequest) -> AsyncIterator[_Kept |
         stop.ask()
         stop.ask()
 
-    store = SqliteStore(Path(config.store.folder) / STORE_FILE, time.time)
     try:
-        saved = await store.open()
+        async with keeping(config.store, config.head.head_id, broken=broken) as kept:
+            yield kept
     except StoreError as error:
-        raise StartError(str(error)) from error
-    journal = StoreJournal(store, Durability.STRICT, broken=broken)
-    try:
-        yield _Kept(store, journal, saved)
-    finally:
-        await journal.stop()
-        with suppress(StoreError):  # what could not be kept was told of
-            await store.close()
+        raise StartError(f"{error} (--data-dir names another folder)") from error
 
 
 def link_settings(config: FleetConfig) -> LinkSettings:

@@ -338,8 +338,12 @@ class NodeTlsConfig(_Section):
 class StoreConfig(_Section):
     """What outlives the head."""
 
+    durability: Literal["strict", "relaxed", "memory"] = "strict"
+    """strict: nothing is told before it is on disk; relaxed: told at once, on disk within 50 ms; memory:
+    nothing outlives the head"""
     folder: str = ""
-    """Folder of the head's own, where sessions and answers under way are kept on disk; empty = nowhere"""
+    """Folder of the head's own for what is kept on disk; empty = one by its head_id among those of the user
+    (docs/durability.md says where)"""
 
 
 class TelemetryConfig(_Section):

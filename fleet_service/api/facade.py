@@ -45,6 +45,10 @@ class Call(Protocol):
 class Reader(Protocol):
     """One reader of a generation, at its own pace."""
 
+    @property
+    def branch(self) -> int:
+        """That of the generation's log."""
+
     async def read(self) -> list[Event]:
         """All events that are new, at least one. The last one ever is Finished."""
 
@@ -61,8 +65,11 @@ class Generation(Protocol):
     @property
     def session_id(self) -> str: ...
 
-    def attach(self, from_index: int = 0) -> Reader:
-        """A reader from that index on. Raises INDEX_OUT_OF_RANGE."""
+    def attach(self, from_index: int = 0, branch: int = 0) -> Reader:
+        """A reader from that index on; what it has is of that branch.
+
+        Raises INDEX_OUT_OF_RANGE, DATA_LOSS.
+        """
 
 
 class CallersHead(Protocol):

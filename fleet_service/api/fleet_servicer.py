@@ -158,7 +158,7 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
     ) -> None:
         validate.check_generation_request(request)
         generation = self._head.find_generation(request.generation_id, context.caller.name)
-        await _relay(generation, request.from_index, context, fleet.AttachGenerationResponse)
+        await _relay(generation, request.from_index, context, fleet.AttachGenerationResponse, request.branch)
 
     async def CancelGeneration(  # type: ignore[override]
         self, request: fleet.CancelGenerationRequest, context: Call
@@ -196,10 +196,14 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
 
 
 async def _relay(
-    generation: Generation, from_index: int, call: Call, response_type: Callable[[], ResponseT]
+    generation: Generation,
+    from_index: int,
+    call: Call,
+    response_type: Callable[[], ResponseT],
+    branch: int = 0,
 ) -> None:
-    """Send a generation's events from `from_index` on, each time all that is new."""
-    reader = generation.attach(from_index)
+    """Send a generation's events from `from_index` on, each time all that is new. `branch`: the reader's."""
+    reader = generation.attach(from_index, branch)
     try:
         finished = False
         while not finished:
@@ -207,6 +211,8 @@ async def _relay(
             for event in convert.in_message_sizes(events):
                 response = response_type()
                 convert.write_event(response.event, event)
+                if reader.branch:
+                    response.event.branch = reader.branch
                 await call.write(response)
             finished = _ends(events)
     finally:

@@ -88,8 +88,17 @@ DataDir = Annotated[
     typer.Option(
         "--data-dir",
         metavar="FOLDER",
-        help="Keep sessions and answers under way there, over a restart of the head.",
-        show_default="none",
+        help="Where sessions and answers are kept over a restart of the head.",
+        show_default="one of the user's, by the head's id",
+    ),
+]
+DurabilityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--durability",
+        metavar="HOW",
+        help="strict: told once on disk; relaxed: told at once; memory: nothing is kept.",
+        show_default="strict",
     ),
 ]
 TokenFile = Annotated[
@@ -169,6 +178,7 @@ def serve(  # noqa: PLR0913 - one argument per option
     metrics_listen: MetricsListen = None,
     page_listen: PageListen = None,
     data_dir: DataDir = None,
+    durability: DurabilityOption = None,
     token_file: TokenFile = None,
     insecure_no_auth: NoAuth = False,
     policy: Policy = None,
@@ -194,6 +204,7 @@ def serve(  # noqa: PLR0913 - one argument per option
             listen__metrics=("--metrics-listen", metrics_listen),
             listen__page=("--page-listen", page_listen),
             store__folder=("--data-dir", data_dir),
+            store__durability=("--durability", durability),
             token_file=("--token-file", token_file),
             insecure_no_auth=("--insecure-no-auth", insecure_no_auth or None),
             head__policy=("--policy", policy),

@@ -22,6 +22,9 @@ _MAX_INDEX = 0xFFFF_FFFF
 ACK_TOKENS = 256
 """A run is acknowledged every so many tokens; a node keeps at most 4,096 that are not."""
 
+UNACKED_TOKENS = 256
+"""The newest are never acknowledged: a head that dies before they are on disk takes them up from the node."""
+
 
 class MuxRun:
     """A RunHandle. `handle` is 0 until the node has accepted the run; `sink` is None once nobody listens."""
@@ -148,7 +151,7 @@ class RunTable:
             run.tell(first_index, token_ids[start:end])
             start = end
             run.next_index = next_index = first_index + count
-            if next_index - run.acked_index >= ack_tokens:
+            if next_index - UNACKED_TOKENS - run.acked_index >= ack_tokens:
                 self._acknowledge(run)
 
     def announce_ends(self, events: Sequence[link_pb2.RunEvent]) -> None:
@@ -196,9 +199,9 @@ class RunTable:
     def _acknowledge(self, run: MuxRun) -> None:
         if run.next_index > _MAX_INDEX:
             raise ProtocolViolationError(f"a step of run {run.handle} goes beyond every index")
-        run.acked_index = run.next_index
+        run.acked_index = run.next_index - UNACKED_TOKENS
         if run.sink is not None:
-            self._due[run.handle] = run.next_index
+            self._due[run.handle] = run.acked_index
             self._ack_due()
 
     def _forget(self, run: MuxRun) -> None:

@@ -50,6 +50,10 @@ class Fleet:
         self._changed: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self.turns = Turns()
+        self.on_owed: Callable[[Node, str, int, bool], None] = lambda *_: None
+        """As Node.on_owed, of all nodes."""
+        self.on_term: Callable[[int], None] = lambda _term: None
+        """Called with the term that the head goes on in."""
 
     # Epochs
 
@@ -67,6 +71,7 @@ class Fleet:
     def raise_term_above(self, epoch: int, unix_s: int) -> None:
         """A node has seen an epoch this head never issued: go on in a term above it."""
         self._epochs = EpochCounter(choose_term(unix_s, [epoch, self._epochs.last]))
+        self.on_term(self.term)
 
     # Nodes
 
@@ -99,6 +104,7 @@ class Fleet:
     def add(self, node: Node) -> None:
         node.on_change = self._node_changed
         node.on_room = self._has_room
+        node.on_owed = self.on_owed
         self._nodes[node.name] = node
         self._node_changed(node)
 

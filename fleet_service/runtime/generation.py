@@ -40,6 +40,7 @@ class Generation:
         trace: GenerationTrace,
         on_decided: Callable[[Generation], None],
         journal: Journal | None = None,
+        branch: int = 0,
         wall_s: float | None = None,
         age_s: float = 0.0,
     ) -> None:
@@ -51,7 +52,7 @@ class Generation:
         self.sampling = sampling
         self.rules = rules
         self.trace = trace
-        self.log = TokenLog(Accepted(generation_id, session.session_id), journal)
+        self.log = TokenLog(Accepted(generation_id, session.session_id), journal, branch)
         self.context_tokens = len(session.context)
         loop = asyncio.get_running_loop()
         self.begun_s = loop.time()
@@ -214,13 +215,25 @@ class Generation:
 
     # Readers
 
-    def attach(self, from_index: int = 0) -> Reader:
-        """A reader from `from_index` on.
+    def attach(self, from_index: int = 0, branch: int = 0) -> Reader:
+        """A reader from `from_index` on; what it has before is of that branch.
 
-        Raises FleetError INDEX_OUT_OF_RANGE, LIMIT_EXCEEDED or HEAD_DRAINING.
+        Raises FleetError INDEX_OUT_OF_RANGE, DATA_LOSS, LIMIT_EXCEEDED or HEAD_DRAINING.
         """
         if self._left:
             raise comes_back(from_index)
+        sure = self.log.sure_index(branch)
+        if sure is not None and from_index > sure:
+            raise FleetError(
+                Reason.DATA_LOSS,
+                f"the head lost what it had of generation {self.generation_id} from index {sure} on, and what"
+                " is there now may differ from what you have; attach there, without the rest",
+                metadata={
+                    "generationId": self.generation_id,
+                    "nextIndex": str(sure),
+                    "branch": str(self.log.branch),
+                },
+            )
         if from_index > self.log.visible:
             raise FleetError(
                 Reason.INDEX_OUT_OF_RANGE,

@@ -6,25 +6,21 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from fleet_service.domain.errors import FleetError, Reason, invalid
+from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import FinishReason
-from fleet_service.domain.node_types import ModelInfo
-from fleet_service.domain.output_rules import OutputRules
-from fleet_service.domain.placement import window_tokens
 from fleet_service.domain.session_table import SessionOp, apply
 from fleet_service.domain.specs import GenerationSpec, SessionSpec
 from fleet_service.runtime.attempt import AttemptContext
 from fleet_service.runtime.driver import Driver
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generation import Generation
+from fleet_service.runtime.generation_maker import GenerationMaker
 from fleet_service.runtime.ids import Ids
-from fleet_service.runtime.node import Node
-from fleet_service.runtime.observer import FleetObserver, GenerationInfo, NullGenerationTrace
+from fleet_service.runtime.observer import FleetObserver
 from fleet_service.runtime.records import (
     CancelHeld,
     GenerationEnded,
     GenerationGone,
-    GenerationStarted,
     SavedGeneration,
     SessionBound,
 )
@@ -47,7 +43,10 @@ class Generations:
         context: AttemptContext,
         observer: FleetObserver,
         wall_clock: Callable[[], float],
+        branch: int = 0,
     ) -> None:
+        """`branch`: that of the head's run."""
+        self._branch = branch
         self._journal = context.journal
         self._wall_clock = wall_clock
         self._sessions = sessions
@@ -55,8 +54,10 @@ class Generations:
         self._settings = settings
         self._ids = ids
         self._context = context
-        self._observer = observer
         self._loop = context.loop
+        self._maker = GenerationMaker(
+            fleet, settings, ids, context.journal, observer, wall_clock, self._decided, branch
+        )
         self._by_id: dict[str, Generation] = {}
         self._running: dict[str, Generation] = {}
         self._finished: deque[tuple[float, Generation]] = deque()
@@ -121,14 +122,13 @@ class Generations:
         self, session: Session, generation_id: str, spec: GenerationSpec, parent: object | None
     ) -> Generation:
         self._check_limits(generation_id)
-        self._check_spec(spec)
+        self._maker.check(spec)
         held = self._take_held_cancel((session.owner, generation_id))
-        node = None if held else self._place(session)
-        model = node.models.get(session.spec.model) if node is not None else None
-        generation = self._make(generation_id or self._ids.generation(), session, spec, model, node, parent)
+        node = None if held else self._maker.place(session)
+        generation = self._maker.make(generation_id or self._ids.generation(), session, spec, node, parent)
         self._by_id[generation.generation_id] = generation
         self._running[generation.generation_id] = generation
-        self._journal.put(self._started(generation))
+        self._journal.put(self._maker.record(generation))
         if node is not None:
             self._fleet.turns.placed(generation, node.name)
         session.generates(generation.generation_id)
@@ -143,51 +143,18 @@ class Generations:
             self._sessions.touch(session)
         return generation
 
-    def _started(self, generation: Generation) -> GenerationStarted:
-        now, left_s = self._wall_clock(), generation.remaining_wall_s()
-        return GenerationStarted(
-            generation_id=generation.generation_id,
-            session_id=generation.session_id,
-            owner=generation.session.owner,
-            spec=generation.spec,
-            sampling=generation.sampling,
-            max_new_tokens=generation.rules.limit,
-            eos_token_ids=tuple(sorted(generation.rules.eos_token_ids)),
-            context_tokens=generation.context_tokens,
-            accepted_at=now,
-            deadline_at=now + left_s,
-        )
-
     def restore(self, saved: SavedGeneration, session: Session) -> Generation:
         """A generation as an earlier run of the head left it; one that has not ended is still to go on."""
-        started, now = saved.started, self._wall_clock()
-        rules = OutputRules(frozenset(started.eos_token_ids), started.spec.stop, started.max_new_tokens)
-        _taken, end = rules.accept(saved.token_ids)
-        finished = saved.ended.finished if saved.ended is not None else None
-        info = self._info(session, started.generation_id, started.spec, started.max_new_tokens)
-        generation = Generation(
-            started.generation_id,
-            session,
-            started.spec,
-            self._settings,
-            sampling=started.sampling,
-            rules=rules,
-            trace=NullGenerationTrace() if finished else self._observer.generation_started(info, None),
-            on_decided=self._decided,
-            journal=self._journal,
-            age_s=max(0.0, now - started.accepted_at),
-            # A clock that was set back gives it no more than its whole time.
-            wall_s=started.deadline_at - max(now, started.accepted_at),
-        )
-        generation.log.restore(saved.token_ids, saved.marks, finished)
-        generation.context_tokens, generation.attempts = started.context_tokens, saved.attempts
+        generation, end = self._maker.restore(saved, session)
         self._by_id[generation.generation_id] = generation
         if saved.ended is not None:
             generation.was_decided(saved.ended.finished)
-            self._keep_for_a_while(generation, now - saved.ended.ended_at)
+            self._keep_for_a_while(generation, self._wall_clock() - saved.ended.ended_at)
             return generation
         self._running[generation.generation_id] = generation
         session.generates(generation.generation_id)
+        if generation.log.branch < self._branch:
+            self._journal.put(generation.log.cut(self._branch))
         if end is not None:
             generation.decide_end(end)
         elif generation.remaining_wall_s() <= 0:
@@ -217,60 +184,6 @@ class Generations:
 
         generation.task.add_done_callback(over)
 
-    def _place(self, session: Session) -> Node:
-        """The node of the first attempt: the session's own while it can take it, else by placement."""
-        binding = session.binding
-        if binding is not None and binding.usable and binding.node.open_to_work:
-            window = window_tokens(binding.node, session.spec.model)
-            full = binding.node.waiting >= self._settings.queue_limit_per_node
-            if not full and (not window or len(session.context) <= window):
-                return binding.node
-        grown = not session.ephemeral
-        return self._fleet.bind(session, self._fleet.session_demand(session, grown=grown))
-
-    def _make(
-        self,
-        generation_id: str,
-        session: Session,
-        spec: GenerationSpec,
-        model: ModelInfo | None,
-        node: Node | None,
-        parent: object | None,
-    ) -> Generation:
-        limit = self._settings.default_max_new_tokens if spec.max_new_tokens is None else spec.max_new_tokens
-        window = window_tokens(node, session.spec.model) if node is not None else 0
-        if window:
-            # Fixed here, so that a failover to a wider node changes nothing about where the output ends.
-            limit = min(limit, max(0, window - len(session.context)))
-        info = self._info(session, generation_id, spec, limit)
-        trace = self._observer.generation_started(info, parent)
-        if node is not None:
-            demand = self._fleet.session_demand(session)
-            trace.placed(node.name, lambda: self._fleet.explain(demand))
-        return Generation(
-            generation_id,
-            session,
-            spec,
-            self._settings,
-            sampling=spec.sampling.over(session.sampling, self._ids.seed()),
-            rules=OutputRules(model.eos_token_ids if model else frozenset(), spec.stop, limit),
-            trace=trace,
-            on_decided=self._decided,
-            journal=self._journal,
-        )
-
-    def _info(self, session: Session, generation_id: str, spec: GenerationSpec, limit: int) -> GenerationInfo:
-        return GenerationInfo(
-            generation_id=generation_id,
-            session_id=session.session_id,
-            model=session.spec.model,
-            qos=spec.qos or session.spec.qos,
-            context_tokens=len(session.context),
-            max_new_tokens=limit,
-            max_wall_s=self._settings.default_wall_s if spec.max_wall_s is None else spec.max_wall_s,
-            owner=session.owner,
-        )
-
     def _check_limits(self, generation_id: str) -> None:
         if generation_id in self._by_id:
             raise FleetError(
@@ -287,13 +200,6 @@ class Generations:
                 metadata={"limit": "max_generations", "value": str(limit)},
                 retry_after_s=1.0,
             )
-
-    def _check_spec(self, spec: GenerationSpec) -> None:
-        settings = self._settings
-        if (spec.max_new_tokens or 0) > settings.max_new_tokens_limit:
-            raise invalid("spec.max_new_tokens", f"must be at most {settings.max_new_tokens_limit}")
-        if (spec.max_wall_s or 0) > settings.max_wall_s:
-            raise invalid("spec.max_wall_ms", f"must be at most {round(settings.max_wall_s * 1000)}")
 
     # Their end
 

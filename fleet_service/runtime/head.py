@@ -16,6 +16,7 @@ import structlog
 from fleet_service.addresses import is_name
 from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.node_types import Feature
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import GenerationSpec, SessionSpec
 from fleet_service.runtime.attempt import AttemptContext
@@ -26,7 +27,8 @@ from fleet_service.runtime.gauges import HeadGauges, read_gauges, read_summary
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.ids import Ids
-from fleet_service.runtime.journal import Journal, NoJournal
+from fleet_service.runtime.journal import Journal
+from fleet_service.runtime.kept import Kept
 from fleet_service.runtime.ledger import RequestLedger
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.node_info import node_info
@@ -34,8 +36,8 @@ from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.runtime.operators import Operators
 from fleet_service.runtime.protocols import Dialer, Resolver
-from fleet_service.runtime.records import RequestAnswered, Saved
-from fleet_service.runtime.recovery import Recovery, addresses_after, term_after
+from fleet_service.runtime.records import RequestAnswered, RevokeOwed, TermRaised
+from fleet_service.runtime.recovery import Recovery, addresses_after, branch_after, term_after
 from fleet_service.runtime.sessions import Sessions, unavailable
 from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
 from fleet_service.runtime.store import StoreError
@@ -62,12 +64,12 @@ class Head:
         observer: FleetObserver | None = None,
         resolver: Resolver | None = None,
         discovery: DiscoverySettings | None = None,
-        journal: Journal | None = None,
-        saved: Saved | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """`saved` is what there is of earlier runs; it is changed. `journal` None: nothing outlives the head."""
-        saved = Saved() if saved is None else saved
-        self.journal: Journal = NoJournal() if journal is None else journal
+        """`kept`: what outlives the head; None = nothing does."""
+        kept = Kept() if kept is None else kept
+        saved = kept.saved
+        self.journal: Journal = kept.journal
         loop = asyncio.get_running_loop()
         observer = NullObserver() if observer is None else observer
         ids = Ids(rng)
@@ -75,7 +77,10 @@ class Head:
         self._background: set[asyncio.Task[None]] = set()
         self._tender_task: asyncio.Task[None] | None = None
         self._draining = False
+        self.branch = branch_after(saved)
+        """Of what begins in this run, and of what goes on in it."""
         self.fleet = Fleet(settings, loop.time, term_after(saved, int(wall_clock())), observer)
+        self.fleet.on_owed, self.fleet.on_term = self._owed, self._goes_on_in
         self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock, self.journal)
         self.nodes = Nodes(self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self._met)
         context = AttemptContext(
@@ -86,7 +91,7 @@ class Head:
             violated=self.nodes.violated,
         )
         self.generations = Generations(
-            self.sessions, self.fleet, settings, ids, context, observer, wall_clock
+            self.sessions, self.fleet, settings, ids, context, observer, wall_clock, self.branch
         )
         self.discovery = Discovery(
             self.fleet,
@@ -112,16 +117,14 @@ class Head:
             self.fleet, self.sessions, self.generations, settings, loop.time, wall_clock, self._spawn
         )
         self.operators = Operators(
-            self.journal,
+            kept,
             self.fleet,
             self.nodes,
             self.sessions,
             settings,
-            loop.time,
             self.discovery,
             self.drains,
             self._watch,
-            saved.marks,
         )
         self._wall_clock = wall_clock
         self._ledger = RequestLedger(loop.time, settings.request_id_kept_s, settings.max_request_ids)
@@ -155,6 +158,9 @@ class Head:
         # After those: a node that has an address of its own here is known by that one.
         await self.discovery.start([address for address in addresses if is_name(address)])
         self._recovery.callers_may_come()
+        asyncio.get_running_loop().call_later(
+            self._settings.lease_s, lambda: self.journal.put(*self._recovery.leases_ran_out())
+        )
 
     def drain(self) -> None:
         """Take no more new work; what runs goes on."""
@@ -329,8 +335,16 @@ class Head:
 
     def _met(self, node: Node, held: Sequence[HeldSession]) -> Sequence[HeldSession]:
         """A node is connected: what of what it holds it should not."""
-        self.journal.put(*self._recovery.node_is_back(node))
+        self.journal.put(*self._recovery.node_is_back(node), *self._recovery.owed_to(node))
         return self.sessions.orphans(node, [self._unless_unknown(each) for each in held])
+
+    def _owed(self, node: Node, session_id: str, epoch: int, settled: bool) -> None:  # noqa: FBT001 - as called
+        """Nodes that say what they hold are found out by that; the others' revokes outlive the head."""
+        if Feature.RECONCILE not in node.features and node.incarnation:
+            self.journal.put(RevokeOwed(node.name, node.incarnation, session_id, epoch, settled))
+
+    def _goes_on_in(self, term: int) -> None:
+        self.journal.put(TermRaised(term))
 
     def _unless_unknown(self, held: HeldSession) -> HeldSession:
         """A run that an earlier head began and did not keep: its id may come again, and mean another run."""

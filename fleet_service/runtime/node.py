@@ -85,6 +85,8 @@ class Node:
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
         self.on_room: Callable[[], None] = lambda: None
+        self.on_owed: Callable[[Node, str, int, bool], None] = lambda *_: None
+        """Called with a session and an epoch when their revoke is owed, and (True) when it is no longer."""
         self._gone: asyncio.Future[None] | None = None
         self._relinked: asyncio.Future[None] | None = None
 
@@ -212,7 +214,7 @@ class Node:
     def new_life(self) -> None:
         """Another incarnation: nothing is bound here, and nothing owed to the one that is gone."""
         self.nothing_is_bound()
-        self.outbox.clear()
+        self._owe_no_more(dict(self.outbox))
 
     def nothing_is_bound(self) -> None:
         """What was bound here is freed there."""
@@ -329,12 +331,15 @@ class Node:
         if owed is None or epoch > owed.epoch:
             self.outbox[session_id] = OwedRevoke(epoch, surely_held)
             self.outbox_wake.set()
+            if owed is not None:
+                self.on_owed(self, session_id, owed.epoch, True)
+            self.on_owed(self, session_id, epoch, False)
 
     def settle_revoke(self, revoke: Revoke) -> None:
         """The node answered it."""
         owed = self.outbox.get(revoke.session_id)
         if owed is not None and owed.epoch == revoke.epoch:
-            del self.outbox[revoke.session_id]
+            self._owe_no_more({revoke.session_id: owed})
 
     def lease_ran_out(self) -> None:
         """Away for a lease: what it surely held is forgotten here, and freed there on its return.
@@ -343,7 +348,12 @@ class Node:
         lease anew for all the rest, which is why the lease is ended and not just taken to have run out.
         """
         self.owes_lease_end = True
-        self.outbox = {name: owed for name, owed in self.outbox.items() if not owed.surely_held}
+        self._owe_no_more({name: owed for name, owed in self.outbox.items() if owed.surely_held})
+
+    def _owe_no_more(self, settled: Mapping[str, OwedRevoke]) -> None:
+        for session_id, owed in settled.items():
+            del self.outbox[session_id]
+            self.on_owed(self, session_id, owed.epoch, True)
 
     def unlearn(self) -> None:
         """What lived at this address lives elsewhere now: nothing is known of it any more."""

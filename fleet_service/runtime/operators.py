@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from fleet_service.domain.errors import FleetError, Reason, invalid
@@ -13,7 +13,7 @@ from fleet_service.domain.specs import SessionSpec
 from fleet_service.runtime.discovery import Discovery
 from fleet_service.runtime.drain import DrainProgress, Drains
 from fleet_service.runtime.fleet import Fleet
-from fleet_service.runtime.journal import Journal
+from fleet_service.runtime.kept import Kept
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.nodes import Nodes
 from fleet_service.runtime.protocols import LinkError
@@ -41,26 +41,23 @@ class Operators:
 
     def __init__(
         self,
-        journal: Journal,
+        kept: Kept,
         fleet: Fleet,
         nodes: Nodes,
         sessions: Sessions,
         settings: HeadSettings,
-        clock: Callable[[], float],
         discovery: Discovery,
         drains: Drains,
         watch: FleetWatch,
-        orders: dict[str, NodeMarked],
     ) -> None:
-        """`orders`: cordons and drains of nodes that have not come back since an earlier run, by name."""
-        self._orders = orders
-        self._journal = journal
+        self._orders = kept.saved.marks
+        """Cordons and drains of nodes that have not come back since an earlier run, by name."""
+        self._journal = kept.journal
         self._fleet = fleet
         self._nodes = nodes
         self._discovery = discovery
         self._sessions = sessions
         self._settings = settings
-        self._clock = clock
         self._drains = drains
         self._watch = watch
         self.drain_places = DRAINS_BESIDE_WATCHERS
@@ -194,7 +191,8 @@ class Operators:
         return list(await asyncio.gather(*map(probe, nodes)))
 
     async def _probe(self, node: Node) -> ProbeResult:
-        asked_s = self._clock()
+        clock = asyncio.get_running_loop().time
+        asked_s = clock()
         hello: NodeHello | None = None
         detail = ""
         try:
@@ -208,7 +206,7 @@ class Operators:
             detail=detail,
             identity=hello.identity if hello else "",
             models=hello.models if hello else (),
-            latency_s=self._clock() - asked_s,
+            latency_s=clock() - asked_s,
             version=hello.version if hello else 0,
             authenticated=hello is not None and hello.authenticated,
             encrypted=hello is not None and hello.encrypted,

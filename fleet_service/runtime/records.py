@@ -59,7 +59,10 @@ class SessionBound:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStarted:
-    """A generation was accepted. `max_new_tokens` and the EOS ids are those fixed at its start."""
+    """A generation was accepted. `max_new_tokens` and the EOS ids are those fixed at its start.
+
+    `branch`: that of the run which accepted it.
+    """
 
     generation_id: str
     session_id: str
@@ -91,6 +94,22 @@ class AttemptStarted:
     index: int
     event: Started | Moved
     attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class BranchCut:
+    """From `index` on, readers may have been given tokens that are lost: what follows is of that branch."""
+
+    generation_id: str
+    branch: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TermRaised:
+    """The run goes on in that term."""
+
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +171,8 @@ class NodeListed:
 class NodeMarked:
     """An operator cordons or drains a node (`mark` "cordon" or "drain"), or ends that ("").
 
-    "ended": the same for a node whose identity, by which it may be marked, is not known.
+    `cordoned_by`, `cordoned_at`, `cordon_note`: of the cordon that a drained node has. "ended": the same as
+    "" for a node whose identity, by which it may be marked, is not known.
     """
 
     node: str
@@ -160,6 +180,9 @@ class NodeMarked:
     by: str = ""
     at: float = 0.0
     note: str = ""
+    cordoned_by: str = ""
+    cordoned_at: float = 0.0
+    cordon_note: str = ""
 
 
 Record = (
@@ -170,6 +193,8 @@ Record = (
     | GenerationStarted
     | TokensDelivered
     | AttemptStarted
+    | BranchCut
+    | TermRaised
     | GenerationEnded
     | GenerationGone
     | RequestAnswered
@@ -197,18 +222,21 @@ class SavedGeneration:
     started: GenerationStarted
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     marks: list[tuple[int, Started | Moved]] = field(default_factory=list)
+    cuts: list[BranchCut] = field(default_factory=list)
     attempts: int = 0
     ended: GenerationEnded | None = None
 
 
 @dataclass(slots=True)
 class Saved:
-    """All there was. `term` is the highest that any run on this store has had; 0 = a new store.
+    """All there was. `term` is the one that the newest run began in; 0 = a new store.
 
     `branch` counts how often the end of the log may have been lost; `torn` says that it may be now.
     """
 
     term: int = 0
+    raised_term: int = 0
+    """The highest that a run has gone on in."""
     branch: int = 0
     torn: bool = False
     sessions: dict[str, SavedSession] = field(default_factory=dict)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
 from fleet_service.domain.epochs import term_of
-from fleet_service.domain.errors import FleetError, Reason
-from fleet_service.domain.events import ErrorCause, FinishReason
+from fleet_service.domain.errors import FleetError
+from fleet_service.domain.node_types import Feature
 from fleet_service.domain.specs import Sampling, SessionSpec
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.ledger import RequestLedger
 from fleet_service.runtime.node import Node
-from fleet_service.runtime.records import NodeMarked, Saved, SavedGeneration
+from fleet_service.runtime.records import NodeMarked, RevokeOwed, Saved, SavedGeneration
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.store import StoreError
@@ -55,6 +56,7 @@ class Recovery:
         self._unfinished: list[Generation] = []
         self.marks = saved.marks
         """What operators ordered of nodes that have not come back yet."""
+        self._revokes = dict(saved.revokes)
 
     def restore(self) -> None:
         """Everything but what runs, in one step: from here on callers find what is theirs."""
@@ -68,10 +70,7 @@ class Recovery:
         for generation in saved.generations.values():
             if generation.ended is None:
                 session = self._session_of(generation)
-                restored = self._generations.restore(generation, session)
-                if saved.torn:
-                    _end_unsure(restored)
-                self._unfinished.append(restored)
+                self._unfinished.append(self._generations.restore(generation, session))
         self._finish_answered(saved)
         for held in sorted(saved.cancels.values(), key=lambda each: each.until):
             self._generations.restore_cancel(held)
@@ -118,10 +117,32 @@ class Recovery:
         mark = next((mark for mark in marks if mark is not None), None)
         if mark is None or node.cordoned:
             return []
-        node.cordon(mark.by, mark.note, mark.at)
         if mark.mark == "drain":
+            node.cordon(mark.cordoned_by, mark.cordon_note, mark.cordoned_at)
             self._drain(node, mark.by, mark.note, mark.at)
+        else:
+            node.cordon(mark.by, mark.note, mark.at)
         return []
+
+    def owed_to(self, node: Node) -> list[RevokeOwed]:
+        """Let the node, which is back, have the revokes that an earlier run owed it; what is settled by that.
+
+        One that says itself what it holds needs none, and another process holds nothing.
+        """
+        settled: list[RevokeOwed] = []
+        for key, owed in list(self._revokes.items()):
+            if owed.node == node.name:
+                del self._revokes[key]
+                if owed.incarnation == node.incarnation and Feature.RECONCILE not in node.features:
+                    node.owe_revoke(owed.session_id, owed.epoch, surely_held=True)
+                else:
+                    settled.append(replace(owed, settled=True))
+        return settled
+
+    def leases_ran_out(self) -> list[RevokeOwed]:
+        """A lease after the start: what nodes held that have not come back, they hold no more."""
+        revokes, self._revokes = self._revokes, {}
+        return [replace(owed, settled=True) for owed in revokes.values()]
 
     def _finish_answered(self, saved: Saved) -> None:
         """A session for one answer ends with that; the head may have died before it came to it."""
@@ -149,20 +170,15 @@ class Recovery:
         return gone
 
 
-def _end_unsure(generation: Generation) -> None:
-    """What readers were given may go on beyond what is kept here, so nothing may be added to it."""
-    cause = ErrorCause(
-        Reason.DATA_LOSS,
-        "the head was started on a copy of its store that may lack the newest tokens",
-        {"nextIndex": str(generation.log.received)},
-    )
-    generation.decide(FinishReason.ERROR, error=cause)
-
-
 def term_after(saved: Saved, unix_s: int) -> int:
     """A term above that of every earlier run, and of every epoch it gave."""
     bound = (each.bound.epoch for each in saved.sessions.values() if each.bound is not None)
-    return max(unix_s, saved.term + 1, term_of(max(bound, default=0)) + 1)
+    return max(unix_s, saved.term + 1, saved.raised_term + 1, term_of(max(bound, default=0)) + 1)
+
+
+def branch_after(saved: Saved) -> int:
+    """The branch of what comes from here on: another one where the end of what there was may be lost."""
+    return saved.branch + saved.torn
 
 
 def addresses_after(configured: tuple[str, ...], listed: dict[str, bool]) -> list[str]:
@@ -173,11 +189,11 @@ def addresses_after(configured: tuple[str, ...], listed: dict[str, bool]) -> lis
 
 def marks_of(node: Node, *, gone: bool = False) -> list[NodeMarked]:
     """What operators want of a node, as records: by its name, and no more by the address it had before."""
-    drain = node.drain
+    drain, cordon = node.drain, (node.cordoned_by, node.cordoned_at or 0.0, node.cordon_note)
     if gone or not node.cordoned:
         named = NodeMarked(node.name, "")
     elif drain is not None:
-        named = NodeMarked(node.name, "drain", drain.by, drain.started_at, drain.note)
+        named = NodeMarked(node.name, "drain", drain.by, drain.started_at, drain.note, *cordon)
     else:
-        named = NodeMarked(node.name, "cordon", node.cordoned_by, node.cordoned_at or 0.0, node.cordon_note)
+        named = NodeMarked(node.name, "cordon", *cordon)
     return [named] if node.name == node.address else [named, NodeMarked(node.address, "")]

@@ -1,16 +1,13 @@
-"""The sessions: made, read, appended to, parked, resumed, finished, unbound when idle, expired.
+"""The sessions: made, found, read, appended to, parked, resumed, finished.
 
-Which operation is allowed when is domain/session_table.py; here it is carried out.
+Which operation is allowed when is domain/session_table.py; here it is carried out. How sessions are listed is
+session_list.py, what becomes of those that nobody uses session_use.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 import structlog
 
@@ -20,6 +17,7 @@ from fleet_service.domain.errors import FleetError, Reason, invalid
 from fleet_service.domain.placement import window_tokens
 from fleet_service.domain.session_table import SessionOp, SessionState, apply
 from fleet_service.domain.specs import Sampling, SessionSpec
+from fleet_service.runtime.context_limits import ContextLimits
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.ids import Ids
 from fleet_service.runtime.journal import Journal
@@ -32,17 +30,13 @@ from fleet_service.runtime.records import (
     SessionKept,
 )
 from fleet_service.runtime.session import Session
+from fleet_service.runtime.session_list import SessionList, first_matching
+from fleet_service.runtime.session_use import SessionUse
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.store import StoreError
 from fleet_service.runtime.views import SessionView
 
 log = structlog.get_logger(__name__)
-
-SCAN_LIMIT = 10_000
-"""Sessions looked at for one page of a filtered list; a page may come back short, with a token."""
-
-LEAVE_AT_ONCE = 1_000
-"""Sessions looked at before others have their turn, when a node is drained."""
 
 
 class Sessions:
@@ -63,16 +57,13 @@ class Sessions:
         self._ids = ids
         self._clock = clock
         self._wall_clock = wall_clock
+        self._limits = ContextLimits(fleet, settings)
+        self._list = SessionList()
+        self._use = SessionUse(settings, clock, wall_clock, contexts_may_leave=journal.keeps)
         self._by_id: dict[str, Session] = {}
-        self._by_number: dict[int, Session] = {}
-        self._numbers: list[int] = []
         self._last_number = 0
         self._context_tokens = 0
         self._parked = 0
-        # Both by last use, the longest unused first, so that housekeeping costs what it does. Awake: those
-        # bound to a node, or with a context that need not be here.
-        self._by_use: OrderedDict[str, Session] = OrderedDict()
-        self._awake_by_use: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -114,8 +105,8 @@ class Sessions:
                 metadata={"limit": "max_sessions", "value": str(self._settings.max_sessions)},
                 retry_after_s=1.0,
             )
-        self._check_length(0, len(token_ids))
-        self._check_vocabulary(spec.model, token_ids)
+        self._limits.check_length(self._context_tokens, 0, len(token_ids))
+        self._limits.check_vocabulary(spec.model, token_ids)
         self._last_number += 1
         session = Session(
             session_id or self._ids.session(),
@@ -133,8 +124,7 @@ class Sessions:
         """From now on it can be found."""
         self._by_id[session.session_id] = session
         self._context_tokens += len(session.context)
-        self._by_number[session.number] = session
-        self._numbers.append(session.number)
+        self._list.add(session)
         self.used(session)
         if len(session.context):
             context = session.context
@@ -161,16 +151,14 @@ class Sessions:
         self._by_id[session.session_id] = session
         self._context_tokens += len(session.context)
         self._parked += session.parked
-        self._by_number[session.number] = session
-        self._numbers.append(session.number)
+        self._list.add(session)
         session.last_used_at = kept.last_used_at
         session.last_used_s -= max(0.0, self._wall_clock() - kept.last_used_at)
         return session
 
     def restored(self) -> None:
         """All are back: put them in order of their last use."""
-        for session in sorted(self._by_id.values(), key=lambda each: each.last_used_s):
-            self._by_use[session.session_id] = session
+        self._use.restore(self._by_id.values())
 
     async def here(self, session: Session) -> Session:
         """The session, with its context. Raises STORE_UNAVAILABLE."""
@@ -180,8 +168,15 @@ class Sessions:
             except (StoreError, KeyError, ValueError) as error:
                 log.exception("context_not_read", session=session.session_id)
                 raise unavailable() from error
-            self._wake(session)
+            self._use.wake(session)
         return session
+
+    async def settled(self, session_id: str, owner: str | None) -> Session:
+        """The session, with nothing of its last generation under way, and with its context."""
+        await self.here(self.get(session_id, owner))
+        await self.get(session_id, owner).settle()
+        session = self.get(session_id, owner)
+        return session if not session.context.is_away else await self.settled(session_id, owner)
 
     def _kept(self, session: Session) -> SessionKept:
         return SessionKept(
@@ -214,20 +209,7 @@ class Sessions:
 
     def touch(self, session: Session) -> None:
         """It was used just now."""
-        session.last_used_s = self._clock()
-        session.last_used_at = self._wall_clock()
-        self._by_use[session.session_id] = session
-        self._by_use.move_to_end(session.session_id)
-        if self._is_drained(session):
-            self._leave_drained(session)
-        else:
-            self._wake(session)
-
-    def _wake(self, session: Session) -> None:
-        """It may be put to rest again when it has not been used for long."""
-        if session.binding is not None or (self._journal.keeps and not session.context.is_away):
-            self._awake_by_use[session.session_id] = session
-            self._awake_by_use.move_to_end(session.session_id)
+        self._use.touch(session)
 
     def used(self, session: Session) -> None:
         """It was used just now, which is to outlive the head."""
@@ -244,31 +226,11 @@ class Sessions:
         owner: str | None = None,
     ) -> tuple[list[SessionView], str]:
         """Sessions from the oldest on, and the token of the next page ("" at the end)."""
-        after = _number_of(page_token)
-        views: list[SessionView] = []
-        start = bisect_right(self._numbers, after)
-        for scanned, number in enumerate(self._numbers[start : start + SCAN_LIMIT], start=1):
-            session = self._by_number.get(number)
-            if session is not None and owner in (None, session.owner):
-                view = session.view()
-                if (state is None or view.state is state) and (not node or view.node == node):
-                    views.append(view)
-            more = start + scanned < len(self._numbers)
-            if len(views) == page_size or (scanned == SCAN_LIMIT and more):
-                return views, str(number) if more else ""
-        return views, ""
+        return self._list.page(page_size, page_token, state, node, owner)
 
     def lately_used(self, count: int, state: SessionState | None, node: str, text: str) -> list[SessionView]:
         """Up to `count`, the last used first, with `text` in their id, model or owner ("" = any)."""
-        views: list[SessionView] = []
-        for session in islice(reversed(self._by_use.values()), SCAN_LIMIT):
-            if state not in (None, session.state) or (node and session.node_name != node):
-                continue
-            if any(text in name for name in (session.session_id, session.spec.model, session.owner)):
-                views.append(session.view())
-                if len(views) == count:
-                    break
-        return views
+        return first_matching(self._use.latest_first(), count, state, node, text)
 
     # What callers do to them
 
@@ -294,11 +256,9 @@ class Sessions:
         base = length if truncate_to is None else truncate_to
         if base > length:
             raise invalid("truncate_to", f"must be at most the context's length, {length}")
-        self._check_length(base, len(token_ids))
-        self._check_vocabulary(session.spec.model, token_ids)
-        too_long = self._grown_too_long(session, base + len(token_ids))
-        if too_long is not None:
-            raise too_long
+        self._limits.check_length(self._context_tokens, base, len(token_ids))
+        self._limits.check_vocabulary(session.spec.model, token_ids)
+        self._limits.check_windows(session, base + len(token_ids))
         self._change_context(session, base, token_ids)
         self.used(session)
         return session.view()
@@ -306,7 +266,7 @@ class Sessions:
     async def park(self, session_id: str, owner: str | None = None) -> SessionView:
         session = await self.settled(session_id, owner)
         apply(session.state, SessionOp.PARK, session_id=session_id)
-        self._rest(session)
+        self._use.rest(session)
         self._parked += not session.parked
         session.parked = True
         self.used(session)
@@ -325,15 +285,14 @@ class Sessions:
         """The session is over; its node is owed a revoke."""
         view = session.view()
         session.finished = True
-        self._leave_node(session)
+        self._use.leave_node(session)
         if self._by_id.pop(session.session_id, None) is not None:
             self._journal.put(SessionGone(session.session_id))
-            del self._by_number[session.number]
+            self._list.remove(session)
             self._parked -= session.parked
             self._context_tokens -= len(session.context)
             session.context = Context()  # its last generation may be kept for long
-            self._by_use.pop(session.session_id, None)
-            self._compact()
+            self._use.forget(session)
         return view
 
     def extend_context(self, session: Session, token_ids: Sequence[int]) -> None:
@@ -349,80 +308,13 @@ class Sessions:
         for each in own:
             session = self._by_id.get(each.session_id)
             if session is not None and not each.fenced and session.adopt(node, each, self._fleet.term):
-                self._wake(session)
+                self._use.wake(session)
         return [each for each in own if not self._is_bound(node, each)]
 
     def _is_bound(self, node: Node, held: HeldSession) -> bool:
         session = self._by_id.get(held.session_id)
         binding = session.binding if session is not None else None
         return binding is not None and binding.node is node and binding.epoch == held.epoch
-
-    # Housekeeping
-
-    def unbind_idle(self, now_s: float) -> int:
-        """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
-        return self._sweep(self._awake_by_use, now_s - self._settings.idle_unbind_s, self._rest)
-
-    def expire(self, now_s: float) -> int:
-        """Remove what was not used for `session_expiry_s`; O(what is removed)."""
-        return self._sweep(self._by_use, now_s - self._settings.session_expiry_s, self.remove)
-
-    def _sweep(
-        self, by_use: OrderedDict[str, Session], before_s: float, act: Callable[[Session], object]
-    ) -> int:
-        done = 0
-        while by_use:
-            session = next(iter(by_use.values()))
-            if session.last_used_s > before_s:
-                break
-            if session.generation_id:
-                self.touch(session)
-            else:
-                by_use.pop(session.session_id)
-                act(session)
-                done += 1
-        return done
-
-    async def leave_drained(self, node: Node) -> None:
-        """Unbind the idle sessions of a node that is being drained; others have their turn in between."""
-        for number, session_id in enumerate(list(self._awake_by_use), start=1):
-            session = self._awake_by_use.get(session_id)
-            if session is not None and self._is_drained(session, node):
-                self._leave_drained(session)
-            if number % LEAVE_AT_ONCE == 0:
-                await asyncio.sleep(0)
-
-    @staticmethod
-    def _is_drained(session: Session, node: Node | None = None) -> bool:
-        """It is idle and bound to a node (that one) which is being drained."""
-        binding = session.binding
-        if binding is None or binding.node.drain is None or session.generation_id:
-            return False
-        return node is None or binding.node is node
-
-    def _leave_drained(self, session: Session) -> None:
-        binding = session.binding
-        if binding is not None and binding.node.drain is not None:
-            binding.node.drain.unbound += 1
-        self._leave_node(session)
-        self._wake(session)
-
-    async def settled(self, session_id: str, owner: str | None) -> Session:
-        """The session, with nothing of its last generation under way, and with its context."""
-        await self.here(self.get(session_id, owner))
-        await self.get(session_id, owner).settle()
-        session = self.get(session_id, owner)
-        return session if not session.context.is_away else await self.settled(session_id, owner)
-
-    def _rest(self, session: Session) -> None:
-        """Nobody used it for long: its node may forget it, and its context need not be here."""
-        self._leave_node(session)
-        if self._journal.keeps:
-            session.context.put_away()
-
-    def _leave_node(self, session: Session) -> None:
-        session.unbind()
-        self._awake_by_use.pop(session.session_id, None)
 
     def _change_context(self, session: Session, base: int, token_ids: Sequence[int]) -> None:
         binding = session.binding
@@ -443,39 +335,21 @@ class Sessions:
         if binding is not None:
             window = window_tokens(binding.node, session.spec.model)
             if window and len(session.context) > window:
-                self._leave_node(session)
+                self._use.leave_node(session)
 
-    def _check_length(self, kept: int, added: int) -> None:
-        total, limit = self._context_tokens + added, self._settings.max_total_context_tokens
-        if added and total > limit:
-            raise FleetError(
-                Reason.LIMIT_EXCEEDED,
-                f"the sessions' contexts would have {total} tokens in all, more than the {limit} kept",
-                metadata={"limit": "max_total_context_tokens", "value": str(limit), "tokens": str(total)},
-                retry_after_s=1.0,
-            )
-        tokens, limit = kept + added, self._settings.max_context_tokens
-        if tokens > limit:
-            raise FleetError(
-                Reason.LIMIT_EXCEEDED,
-                f"a context of {tokens} tokens is longer than the {limit} the head keeps",
-                metadata={"limit": "max_context_tokens", "value": str(limit), "tokens": str(tokens)},
-            )
+    # Housekeeping
 
-    def _check_vocabulary(self, model: str, token_ids: Sequence[int]) -> None:
-        sizes = (node.models[model].vocab_size for node in self._fleet.serving(model))
-        size = next((size for size in sizes if size), 0)
-        if size and token_ids and max(token_ids) >= size:
-            raise invalid("token_ids", f"must be below {size}, the size of the vocabulary of model {model}")
+    def unbind_idle(self, now_s: float) -> int:
+        """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
+        return self._use.unbind_idle(now_s)
 
-    def _grown_too_long(self, session: Session, tokens: int) -> FleetError | None:
-        demand = self._fleet.session_demand(session, tokens=tokens)
-        return self._fleet.too_long(demand) if self._fleet.serving(session.spec.model) else None
+    def expire(self, now_s: float) -> int:
+        """Remove what was not used for `session_expiry_s`; O(what is removed)."""
+        return self._use.expire(now_s, self.remove)
 
-    def _compact(self) -> None:
-        """Drop the numbers of removed sessions once they are the greater part."""
-        if len(self._numbers) > 64 and len(self._numbers) > 2 * len(self._by_number):
-            self._numbers = [number for number in self._numbers if number in self._by_number]
+    async def leave_drained(self, node: Node) -> None:
+        """Unbind the idle sessions of a node that is being drained; others have their turn in between."""
+        await self._use.leave_drained(node)
 
 
 def unavailable() -> FleetError:
@@ -489,11 +363,3 @@ def unavailable() -> FleetError:
 
 def _resource(session_id: str) -> tuple[str, str]:
     return ("fleet.v1.Session", f"sessions/{session_id}")
-
-
-def _number_of(page_token: str) -> int:
-    if not page_token:
-        return 0
-    if not page_token.isascii() or not page_token.isdigit() or len(page_token) > 18:
-        raise invalid("page_token", "is not a token that this head gave; start without one")
-    return int(page_token)

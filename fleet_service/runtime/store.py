@@ -41,16 +41,20 @@ class SessionStore(Protocol):
     """Keeps what is to outlive the head. One writer at a time.
 
     A batch is kept whole or not at all, and batches in their order. What `write` has returned for is kept
-    whatever happens to the process; with `sync`, to the machine as well.
+    whatever happens to the process and the machine.
     """
 
     async def open(self) -> Saved:
         """Take the store for this head; what there is. Raises StoreError."""
 
-    async def take_term(self, term: int, branch: int) -> None:
-        """Keep the term of this run, above every one before. Raises StoreError."""
+    async def take_term(self, term: int, branch: int, *, tells_ahead: bool = False) -> None:
+        """Keep the term of this run, above every one before. Raises StoreError.
 
-    async def write(self, batch: Sequence[Record], *, sync: bool = True) -> None:
+        `tells_ahead`: callers are told of changes before these are kept; should the run end without `close`,
+        the next one finds the store `torn`.
+        """
+
+    async def write(self, batch: Sequence[Record]) -> None:
         """Keep a batch. Raises StoreError; then nothing of it was kept."""
 
     async def context(self, session_id: str) -> array[int]:

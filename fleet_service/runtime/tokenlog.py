@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Accepted, Event, Finished, Moved, Started, Tokens
 from fleet_service.runtime.journal import Journal, NoJournal
+from fleet_service.runtime.records import BranchCut
 
 
 class TokenLog:
@@ -23,6 +24,8 @@ class TokenLog:
     """
 
     __slots__ = (
+        "_cuts",
+        "_first_branch",
         "_ids",
         "_journal",
         "_marks",
@@ -34,8 +37,10 @@ class TokenLog:
         "written",
     )
 
-    def __init__(self, accepted: Accepted, journal: Journal | None = None) -> None:
+    def __init__(self, accepted: Accepted, journal: Journal | None = None, branch: int = 0) -> None:
+        """`branch`: that of the head's run which accepted it."""
         self.accepted = accepted
+        self._first_branch = branch
         self.finished: Finished | None = None
         self.ended: Finished | None = None
         self.written = 0
@@ -43,6 +48,7 @@ class TokenLog:
         self._visible = 0
         self._ids = array("I")
         self._marks: list[tuple[int, Started | Moved]] = []
+        self._cuts: list[BranchCut] = []
         self._readers: list[Callable[[], None]] = []
 
     @property
@@ -68,18 +74,39 @@ class TokenLog:
 
     def show(self, visible: int, *, end: bool = False) -> None:
         """Let readers see so many tokens, and the terminal event."""
-        self._visible = max(self._visible, visible)
         if end:
             self.ended = self.finished
+        elif visible <= self._visible:
+            return
+        self._visible = max(self._visible, visible)
         self._call_back()
 
     def restore(
-        self, token_ids: array[int], marks: Sequence[tuple[int, Started | Moved]], finished: Finished | None
+        self,
+        token_ids: array[int],
+        marks: Sequence[tuple[int, Started | Moved]],
+        cuts: Sequence[BranchCut],
+        finished: Finished | None,
     ) -> None:
         """As an earlier run of the head left it; all of it was seen."""
-        self._ids, self._marks = token_ids, list(marks)
+        self._ids, self._marks, self._cuts = token_ids, list(marks), list(cuts)
         self.written = self._visible = len(token_ids)
         self.finished = self.ended = finished
+
+    def cut(self, branch: int) -> BranchCut:
+        """What readers had beyond the tokens there are is lost: what follows is of that branch."""
+        cut = BranchCut(self.generation_id, branch, len(self._ids))
+        self._cuts.append(cut)
+        return cut
+
+    @property
+    def branch(self) -> int:
+        """That of the next token; 0 = nothing was ever lost."""
+        return self._cuts[-1].branch if self._cuts else self._first_branch
+
+    def sure_index(self, branch: int) -> int | None:
+        """Up to where a reader of that branch has what is here; None = in all."""
+        return min((cut.index for cut in self._cuts if cut.branch > branch), default=None)
 
     def mark(self, event: Started | Moved) -> None:
         """Put an event behind the tokens there are."""
@@ -176,6 +203,11 @@ class Reader:
         self._closed = False
         self._left = False
         log.subscribe(self._wake)
+
+    @property
+    def branch(self) -> int:
+        """That of the log."""
+        return self._log.branch
 
     async def read(self) -> list[Event]:
         """Everything new, waiting for something.

@@ -11,6 +11,7 @@ from copy import deepcopy
 
 from fleet_service.runtime.records import (
     AttemptStarted,
+    BranchCut,
     CancelHeld,
     ContextExtended,
     GenerationEnded,
@@ -27,6 +28,7 @@ from fleet_service.runtime.records import (
     SessionBound,
     SessionGone,
     SessionKept,
+    TermRaised,
     TokensDelivered,
 )
 
@@ -41,17 +43,17 @@ class MemoryStore:
     async def open(self) -> Saved:
         return deepcopy(self._saved)
 
-    async def take_term(self, term: int, branch: int) -> None:
-        self._saved.term, self._saved.branch = term, branch
+    async def take_term(self, term: int, branch: int, *, tells_ahead: bool = False) -> None:
+        self._saved.term, self._saved.branch, self._saved.torn = term, branch, tells_ahead
 
-    async def write(self, batch: Sequence[Record], *, sync: bool = True) -> None:
+    async def write(self, batch: Sequence[Record]) -> None:
         replay(batch, self._saved, self._contexts)
 
     async def context(self, session_id: str) -> array[int]:
         return self._contexts[session_id][:]
 
     async def close(self) -> None:
-        return
+        self._saved.torn = False
 
 
 def replay(batch: Iterable[Record], saved: Saved, contexts: dict[str, array[int]]) -> None:
@@ -64,6 +66,7 @@ def replay(batch: Iterable[Record], saved: Saved, contexts: dict[str, array[int]
                 GenerationStarted()
                 | TokensDelivered()
                 | AttemptStarted()
+                | BranchCut()
                 | GenerationEnded()
                 | GenerationGone()
             ):
@@ -99,7 +102,12 @@ def _session(
 
 
 def _generation(
-    record: GenerationStarted | TokensDelivered | AttemptStarted | GenerationEnded | GenerationGone,
+    record: GenerationStarted
+    | TokensDelivered
+    | AttemptStarted
+    | BranchCut
+    | GenerationEnded
+    | GenerationGone,
     saved: Saved,
 ) -> None:
     generations = saved.generations
@@ -114,14 +122,20 @@ def _generation(
             generation = generations[record.generation_id]
             generation.marks.append((record.index, record.event))
             generation.attempts = record.attempts
+        case BranchCut():
+            generations[record.generation_id].cuts.append(record)
         case GenerationEnded():
             generations[record.generation_id].ended = record
         case GenerationGone():
             generations.pop(record.generation_id, None)
 
 
-def _other(record: RequestAnswered | CancelHeld | RevokeOwed | NodeListed | NodeMarked, saved: Saved) -> None:
+def _other(
+    record: RequestAnswered | CancelHeld | RevokeOwed | NodeListed | NodeMarked | TermRaised, saved: Saved
+) -> None:
     match record:
+        case TermRaised():
+            saved.raised_term = max(saved.raised_term, record.term)
         case RequestAnswered():
             saved.requests[record.owner, record.request_id] = record
         case CancelHeld():

@@ -69,11 +69,11 @@ class SqliteStore:
     async def open(self) -> Saved:
         return await self._in_thread(self._open)
 
-    async def take_term(self, term: int, branch: int) -> None:
-        await self._in_thread(lambda: self._opened().take_term(term, branch))
+    async def take_term(self, term: int, branch: int, *, tells_ahead: bool = False) -> None:
+        await self._in_thread(lambda: self._opened().take_term(term, branch, tells_ahead))
 
-    async def write(self, batch: Sequence[Record], *, sync: bool = True) -> None:
-        await self._in_thread(lambda: self._write(batch, sync))
+    async def write(self, batch: Sequence[Record]) -> None:
+        await self._in_thread(lambda: self._write(batch))
 
     async def context(self, session_id: str) -> array[int]:
         return await self._in_thread(lambda: self._opened().context(session_id))
@@ -108,9 +108,9 @@ class SqliteStore:
             self._let_go()
             raise
 
-    def _write(self, batch: Sequence[Record], sync: bool) -> None:  # noqa: FBT001 - as in the Protocol
+    def _write(self, batch: Sequence[Record]) -> None:
         db = self._opened()
-        db.write(batch, sync)
+        db.write(batch)
         if db.untidy:
             self._thread.submit(self._tidy_a_little)
 
@@ -175,7 +175,6 @@ class _Database:
         )
         self._synced: bool | None = None
         self._began = False
-        self._lax = False
         self._failed = False
         self._resting = 0
 
@@ -187,21 +186,18 @@ class _Database:
         self._saved.torn = term > 0 and (unsure or self._lost_end or not witnessed)
         return self._saved
 
-    def take_term(self, term: int, branch: int) -> None:
-        self._set_meta(term=term, branch=branch, clean=0, lax=0)
-        self._lax = False
+    def take_term(self, term: int, branch: int, tells_ahead: bool) -> None:  # noqa: FBT001 - as in the Protocol
+        # The witness goes with the file at every moment in between.
+        self._files.witness(term, before=self._saved.term)
+        self._set_meta(term=term, branch=branch, clean=0, lax=int(tells_ahead))
         self._files.witness(term)
         self._began = True
 
-    def write(self, batch: Sequence[Record], sync: bool) -> None:  # noqa: FBT001 - as in the Protocol
+    def write(self, batch: Sequence[Record]) -> None:
         self._failed = True
-        if not sync and not self._lax:
-            # Noted before it counts: the end of what is written so may be lost.
-            self._set_meta(lax=1)
-            self._lax = True
         writer = RowWriter(self._connection, self._numbers)
         try:
-            self._transact(lambda: writer.write(batch), sync=sync)
+            self._transact(lambda: writer.write(batch), sync=True)
         except BaseException:
             writer.undo()
             raise

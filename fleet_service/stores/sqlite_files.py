@@ -108,11 +108,11 @@ class StoreFiles:
 
     # The witness
 
-    def witness(self, term: int) -> None:
-        """Note the newest term beside the file, whole or not at all."""
+    def witness(self, term: int, *, before: int | None = None) -> None:
+        """Note the newest term beside the file, whole or not at all; the file may have `before` yet."""
         draft = self.beside(".term.new")
         with draft.open("w", encoding="utf-8") as file:
-            json.dump({"term": term, "file": self._identity}, file)
+            json.dump({"term": term, "before": before, "file": self._identity}, file)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self.beside(".term"))
@@ -126,7 +126,7 @@ class StoreFiles:
         try:
             noted = json.loads(self.beside(".term").read_text("utf-8"))
             same = self._identity is not None and noted["file"] == [*self._identity]
-            return bool(noted["term"] == term) and (closed or same)
+            return term in (noted["term"], noted["before"]) and (closed or same)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

@@ -22,6 +22,7 @@ _SAMPLE = 100
 _ORPHANS = (
     ("context", "session_no", "sessions"),
     ("marks", "generation_no", "generations"),
+    ("cuts", "generation_no", "generations"),
     ("outputs", "generation_no", "generations"),
 )
 _KINDS = {
@@ -29,6 +30,7 @@ _KINDS = {
     "context": "sum(length(ids))",
     "generations": "sum(length(body) + coalesce(length(finished), 0) + length(id) + length(owner))",
     "marks": "sum(length(event))",
+    "cuts": "0",
     "batches": "sum(length(body))",
     "outputs": "sum(length(ids))",
     "requests": "sum(length(answer) + length(engine_options) + length(fingerprint) + length(request_id))",

@@ -10,6 +10,7 @@ from typing import Any
 
 from fleet_service.domain.context import crc32_of
 from fleet_service.runtime.records import (
+    BranchCut,
     CancelHeld,
     GenerationEnded,
     NodeMarked,
@@ -26,7 +27,10 @@ from fleet_service.stores.sqlite_files import FileDamagedError
 from fleet_service.stores.sqlite_write import Numbers
 
 # All that a head reads when it starts. Contexts are looked at when they are used.
-_READ_AT_START = ("meta", "sessions", "generations", "marks", "batches", "outputs", "requests", "cancels")
+_READ_AT_START = (
+    *("meta", "sessions", "generations", "marks", "cuts", "batches", "outputs"),
+    *("requests", "cancels"),
+)
 
 
 def check_tables(connection: sqlite3.Connection) -> None:
@@ -44,7 +48,7 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, Any]:
 def read_saved(connection: sqlite3.Connection) -> tuple[Saved, Numbers]:
     """All there is, but for the contexts. Raises FileDamagedError, sqlite3.Error."""
     meta = read_meta(connection)
-    saved, numbers = Saved(term=meta.get("term", 0), branch=meta.get("branch", 0)), Numbers()
+    saved, numbers = Saved(meta.get("term", 0), meta.get("raised_term", 0), meta.get("branch", 0)), Numbers()
     with _reading("sessions"):
         _read_sessions(connection, saved)
     with _reading("generations"):
@@ -129,6 +133,11 @@ def _read_generations(connection: sqlite3.Connection, saved: Saved, numbers: Num
     for number, index, event in connection.execute(marks):
         if number in by_number:
             by_number[number].marks.append((index, codec.mark_from(event)))
+    cuts = "SELECT generation_no, branch, token_index FROM cuts ORDER BY generation_no, branch"
+    for number, branch, index in connection.execute(cuts):
+        if number in by_number:
+            generation_id = by_number[number].started.generation_id
+            by_number[number].cuts.append(BranchCut(generation_id, branch, index))
     _read_tokens(connection, by_number, numbers)
 
 
@@ -172,5 +181,6 @@ def _read_others(connection: sqlite3.Connection, saved: Saved) -> None:
         saved.revokes[row] = RevokeOwed(*row)
     for address, listed in connection.execute("SELECT address, listed FROM listed"):
         saved.listed[address] = bool(listed)
-    for row in connection.execute("SELECT node, mark, by_whom, at, note FROM node_marks"):
+    marks = "SELECT node, mark, by_whom, at, note, cordoned_by, cordoned_at, cordon_note FROM node_marks"
+    for row in connection.execute(marks):
         saved.marks[row[0]] = NodeMarked(*row)

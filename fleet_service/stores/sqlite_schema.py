@@ -68,6 +68,13 @@ CREATE TABLE marks (
     PRIMARY KEY (generation_no, nth)
 ) STRICT, WITHOUT ROWID;
 
+CREATE TABLE cuts (
+    generation_no INTEGER NOT NULL,
+    branch INTEGER NOT NULL,
+    token_index INTEGER NOT NULL,
+    PRIMARY KEY (generation_no, branch)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE batches (seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 
 CREATE TABLE outputs (
@@ -110,7 +117,10 @@ CREATE TABLE node_marks (
     mark TEXT NOT NULL,
     by_whom TEXT NOT NULL,
     at REAL NOT NULL,
-    note TEXT NOT NULL
+    note TEXT NOT NULL,
+    cordoned_by TEXT NOT NULL,
+    cordoned_at REAL NOT NULL,
+    cordon_note TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
 """
 

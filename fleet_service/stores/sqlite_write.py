@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fleet_service.runtime.records import (
     AttemptStarted,
+    BranchCut,
     CancelHeld,
     ContextExtended,
     GenerationEnded,
@@ -22,6 +23,7 @@ from fleet_service.runtime.records import (
     SessionBound,
     SessionGone,
     SessionKept,
+    TermRaised,
     TokensDelivered,
 )
 from fleet_service.stores import codec
@@ -83,7 +85,7 @@ class RowWriter:
                 self._tokens.append((number, record.first_index, record.token_ids))
             case SessionKept() | SessionGone() | ContextExtended() | SessionBound():
                 self._session(record)
-            case GenerationStarted() | AttemptStarted() | GenerationEnded() | GenerationGone():
+            case GenerationStarted() | AttemptStarted() | BranchCut() | GenerationEnded() | GenerationGone():
                 self._generation(record)
             case _:
                 self._other(record)
@@ -155,7 +157,7 @@ class RowWriter:
                 run("UPDATE context SET ids = ? WHERE session_no = ? AND start = ?", (kept, number, start))
 
     def _generation(
-        self, record: GenerationStarted | AttemptStarted | GenerationEnded | GenerationGone
+        self, record: GenerationStarted | AttemptStarted | BranchCut | GenerationEnded | GenerationGone
     ) -> None:
         run, numbers = self._connection.execute, self._numbers
         match record:
@@ -186,6 +188,9 @@ class RowWriter:
                     (number, record.index, codec.mark_to(record.event), number),
                 )
                 run("UPDATE generations SET attempts = ? WHERE no = ?", (record.attempts, number))
+            case BranchCut():
+                number = numbers.generations[record.generation_id]
+                run("INSERT OR REPLACE INTO cuts VALUES (?, ?, ?)", (number, record.branch, record.index))
             case GenerationEnded():
                 run(
                     "UPDATE generations SET finished = ?, ended_at = ? WHERE no = ?",
@@ -202,13 +207,18 @@ class RowWriter:
                 for table, column in (
                     ("generations", "no"),
                     ("marks", "generation_no"),
+                    ("cuts", "generation_no"),
                     ("outputs", "generation_no"),
                 ):
                     run(f"DELETE FROM {table} WHERE {column} = ?", (number,))  # noqa: S608 - fixed names
 
-    def _other(self, record: RequestAnswered | CancelHeld | RevokeOwed | NodeListed | NodeMarked) -> None:
+    def _other(
+        self, record: RequestAnswered | CancelHeld | RevokeOwed | NodeListed | NodeMarked | TermRaised
+    ) -> None:
         run = self._connection.execute
         match record:
+            case TermRaised():
+                run("INSERT OR REPLACE INTO meta VALUES ('raised_term', ?)", (record.term,))
             case RequestAnswered():
                 run(
                     "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)",
@@ -239,5 +249,6 @@ class RowWriter:
             case NodeMarked(mark=""):
                 run("DELETE FROM node_marks WHERE node = ?", (record.node,))
             case NodeMarked():
-                mark = (record.node, record.mark, record.by, record.at, record.note)
-                run("INSERT OR REPLACE INTO node_marks VALUES (?, ?, ?, ?, ?)", mark)
+                order = (record.node, record.mark, record.by, record.at, record.note)
+                cordon = (record.cordoned_by, record.cordoned_at, record.cordon_note)
+                run("INSERT OR REPLACE INTO node_marks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*order, *cordon))

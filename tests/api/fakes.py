@@ -119,6 +119,7 @@ class FakeReader:
 
     def __init__(self, batches: Sequence[Sequence[Event]]) -> None:
         self._batches = [list(batch) for batch in batches]
+        self.branch = 0
         self.closed = asyncio.Event()
         self.closed_times = 0
 
@@ -159,16 +160,17 @@ class FakeGeneration:
     def __init__(self, reader: FakeReader) -> None:
         self.reader = reader
         self.attached_at: int | None = None
+        self.attached_branch: int | None = None
         self.length: int | None = None
 
-    def attach(self, from_index: int = 0) -> FakeReader:
+    def attach(self, from_index: int = 0, branch: int = 0) -> FakeReader:
         if self.length is not None and from_index > self.length:
             raise FleetError(
                 Reason.INDEX_OUT_OF_RANGE,
                 f"generation gen-1 has {self.length} tokens, not {from_index}",
                 metadata={"fromIndex": str(from_index), "tokens": str(self.length)},
             )
-        self.attached_at = from_index
+        self.attached_at, self.attached_branch = from_index, branch
         return self.reader
 
 

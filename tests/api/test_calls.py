@@ -172,6 +172,17 @@ async def test_attach_starts_where_asked(edge: Edge) -> None:
     assert edge.head.generation.attached_at == 2
 
 
+@pytest.mark.parametrize("branch", [0, 3])
+async def test_every_event_carries_the_branch_and_attach_passes_on_the_reader_s(
+    edge: Edge, branch: int
+) -> None:
+    edge.head.generation.reader.branch = branch
+    request = fleet.AttachGenerationRequest(generation_id="gen-1", branch=2)
+    events = [reply.event async for reply in edge.fleet.AttachGeneration(request)]
+    assert {event.branch for event in events} == {branch}
+    assert edge.head.generation.attached_branch == 2
+
+
 async def test_more_tokens_than_a_message_should_hold_come_in_several(edge: Edge) -> None:
     ids = list(range(150_000))
     edge.head.generation.reader = FakeReader([[STORY[0], Tokens(5, ids), FINISHED]])

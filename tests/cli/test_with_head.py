@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -67,7 +68,11 @@ class RealFleet:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={"FLEET_ADDRESS": self.callers, "FLEET_ADMIN_ADDRESS": self.admin},
+            env={
+                "FLEET_ADDRESS": self.callers,
+                "FLEET_ADMIN_ADDRESS": self.admin,
+                "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"],
+            },
         )
 
     def client(self) -> FleetClient:
@@ -390,7 +395,7 @@ async def test_logs_go_to_standard_error_as_json_and_the_ready_line_to_standard_
     out, err = await process.communicate()
     assert (process.returncode, out) == (0, b"")
     events = [json.loads(each)["event"] for each in err.decode().splitlines()]
-    assert events[0] == "serving"
+    assert events[:2] == ["keeping", "serving"]
     assert events[-1] == "stopped"
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import grpc
 import pytest
 
+from fleet.v1 import fleet_service_pb2 as pb
+from fleet_service.client import FleetClient, decode_error
 from tests.e2e.restarts import (
+    PATIENCE_S,
     Durable,
     Stream,
     expected,
@@ -16,6 +21,8 @@ from tests.e2e.restarts import (
 )
 
 TOKENS = 40
+LONG = 160
+"""Tokens of an answer that outlasts several starts, though its node goes on with it meanwhile."""
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,97 @@ async def test_an_answer_goes_on_exactly_after_the_head_was_killed_behind_any_to
     assert (
         sum(0 < len(tokens) < TOKENS for tokens, _ in answers) > TOKENS // 2
     )  # it was in the middle of them
+    await durable.ends_quiet()
+
+
+class Follower:
+    """Reads an answer for as long as its call lasts, and attaches again as a caller ought to."""
+
+    def __init__(self, client: FleetClient, k: int) -> None:
+        self.context = [k, 7, 9, k + 1]
+        self.generation_id = f"g-{k}"
+        self.tokens: list[int] = []
+        self.branch = 0
+        self.finished = False
+        self.lost = 0
+        """Tokens that it had to drop."""
+        self._grown = asyncio.Condition()
+        spec = generation_spec(LONG, extend_context=True)
+        request = pb.GenerateRequest(session_id=f"s-{k}", generation_id=self.generation_id, spec=spec)
+        self._task = asyncio.create_task(self._read(client.fleet.Generate(request)))
+
+    async def _read(self, call: Any) -> bool:
+        """Until the answer's end, or the call's; False: what it had was not all sure."""
+        try:
+            async for response in call:
+                event = response.event
+                async with self._grown:
+                    self.branch = event.branch
+                    self.finished = event.HasField("finished")
+                    if event.HasField("tokens"):
+                        assert event.tokens.first_index == len(self.tokens)
+                        self.tokens += event.tokens.token_ids
+                    self._grown.notify_all()
+        except grpc.aio.AioRpcError as error:
+            broken = decode_error(error)
+            assert broken.connection_lost or broken.reason == "DATA_LOSS", broken
+            if broken.reason == "DATA_LOSS":
+                sure = int(broken.metadata["nextIndex"])
+                assert sure < len(self.tokens)
+                self.lost += len(self.tokens) - sure
+                del self.tokens[sure:]
+                return False
+        return True
+
+    async def until_tokens(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S), self._grown:
+            await self._grown.wait_for(lambda: len(self.tokens) >= count or self.finished)
+
+    async def goes_on(self, client: FleetClient) -> None:
+        """Attach to a head that has come back, where it is; again where not all that it has is sure."""
+        await self._task
+        if not self.finished:
+            self._task = asyncio.create_task(self._read_again(client))
+
+    async def _read_again(self, client: FleetClient) -> bool:
+        while True:
+            request = pb.AttachGenerationRequest(
+                generation_id=self.generation_id, from_index=len(self.tokens), branch=self.branch
+            )
+            if await self._read(client.fleet.AttachGeneration(request, wait_for_ready=True)):
+                return True
+
+    async def ended(self) -> list[int]:
+        async with asyncio.timeout(PATIENCE_S):
+            await self._task
+        assert self.finished, self.generation_id
+        return self.tokens
+
+
+async def test_relaxed_an_answer_goes_on_exactly_from_where_it_is_sure(durable: Durable) -> None:
+    """A caller is given what it has already, exactly, or is told what of it is not sure."""
+    durable.flags += ["--durability", "relaxed"]
+    for name in ("a", "b"):
+        await durable.node(name, rate=40)
+    await durable.start()
+    await durable.met_all()
+    client = await durable.client()
+    for k in range(TOKENS + 1):
+        await open_session(client, f"s-{k}", [k, 7, 9, k + 1])
+    followers = [Follower(client, TOKENS)]
+    for n in range(1, TOKENS + 1):
+        await followers[0].until_tokens(n // 2)
+        followers.append(Follower(client, TOKENS - n))
+    # Each crash comes right behind a token, so that this one was ahead of the disk.
+    for crash in range(1, 4):
+        await followers[-1].until_tokens(20 * crash)
+        await durable.crash()
+        client = await durable.client()
+        await asyncio.gather(*(follower.goes_on(client) for follower in followers))
+    for follower in followers:
+        assert await follower.ended() == expected(follower.context, LONG), follower.generation_id
+    assert sum(follower.lost for follower in followers)
+    assert followers[-1].branch == 3
     await durable.ends_quiet()
 
 

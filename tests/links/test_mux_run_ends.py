@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from fleet.v1 import link_pb2
 from fleet_service.links import mux
-from fleet_service.links.mux_runs import ACK_TOKENS
+from fleet_service.links.mux_runs import ACK_TOKENS, UNACKED_TOKENS
 from fleet_service.runtime.protocols import LinkError, LinkLostError, NodeFaultError
 from tests.links.mux_support import both_ways, end, run_number, settled
 from tests.links.scripted_link import FEATURES, PATIENT, Linked, accepted, columns, linked, news
@@ -34,15 +34,16 @@ async def test_what_was_taken_in_is_acknowledged_now_and_then_for_all_runs_toget
         for number, sink in zip(handles, sinks, strict=True):
             both.link.run(run_number(number), sink)
             await both.node.accept(number)
-        await stream(both, handles, 0, ACK_TOKENS - 1)
+        first = UNACKED_TOKENS + ACK_TOKENS
+        await stream(both, handles, 0, first - 1)
         await settled(both)
         frames_before = both.node.frames
         assert both.node.acks == []
-        await stream(both, handles, ACK_TOKENS - 1, 1)
+        await stream(both, handles, first - 1, 1)
         await both.node.take_frame()
         assert both.node.acks == [(handle, ACK_TOKENS) for handle in handles]
         assert both.node.frames == frames_before + 1
-        await stream(both, handles, ACK_TOKENS, 3 * ACK_TOKENS)
+        await stream(both, handles, first, 3 * ACK_TOKENS)
         await settled(both)
         await settled(both)  # what the head sent upon that has come as well
         assert {(handle, 4 * ACK_TOKENS) for handle in handles} <= set(both.node.acks)
@@ -59,7 +60,7 @@ async def test_an_acknowledgement_never_makes_a_full_frame_too_large(way: str) -
     async with linked(way, settings=replace(PATIENT, max_message_bytes=10_000)) as both:
         both.link.run(run_number(1), EagerSink())
         await both.node.accept(1)
-        await both.node.send(news(steps=columns((1, 0, [7] * ACK_TOKENS))))
+        await both.node.send(news(steps=columns((1, 0, [7] * (UNACKED_TOKENS + ACK_TOKENS)))))
         command = await both.node.command()
         assert len(command.generate.prefix_token_ids) == 9_800
         assert both.node.acks == [(1, ACK_TOKENS)]
@@ -72,7 +73,7 @@ async def test_a_node_that_keeps_nothing_gets_no_acknowledgement(way: str) -> No
     async with linked(way, features=FEATURES[:1]) as both:
         both.link.run(a_run(), sink)
         await both.node.accept(1)
-        await stream(both, [1], 0, 2 * ACK_TOKENS)
+        await stream(both, [1], 0, 2 * UNACKED_TOKENS + 2 * ACK_TOKENS)
         await settled(both)
         assert both.node.acks == []
 
@@ -85,7 +86,7 @@ async def test_a_run_that_ended_or_was_closed_is_not_acknowledged(way: str) -> N
         run = both.link.run(run_number(2), closed)
         await both.node.accept(1)
         await both.node.accept(2)
-        ids = list(range(2 * ACK_TOKENS))
+        ids = list(range(2 * ACK_TOKENS + UNACKED_TOKENS))
         await both.node.send(news(steps=columns((1, 0, ids)), events=[end(1, len(ids))]))
         await ended.ended.wait()
         run.close()

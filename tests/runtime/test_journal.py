@@ -44,10 +44,10 @@ class SteeredStore:
     async def open(self) -> Saved:
         return Saved()
 
-    async def take_term(self, term: int, branch: int) -> None:
+    async def take_term(self, term: int, branch: int, *, tells_ahead: bool = False) -> None:
         return
 
-    async def write(self, batch: Sequence[Record], *, sync: bool = True) -> None:
+    async def write(self, batch: Sequence[Record]) -> None:
         async with self._changed:
             self.asked += 1
             self._changed.notify_all()
@@ -314,12 +314,32 @@ async def test_relaxed_shows_at_once_and_writes_soon() -> None:
     desk = Desk(Durability.RELAXED)
     log = desk.log()
     cursor = Cursor(log, 0)
-    desk.store.always = FULL
+    desk.store.held = True
     log.append([1, 2])
     await desk.settled()
     assert seen(cursor) == ([1, 2], None)
     log.finish(FINISHED)
     assert seen(cursor) == ([], FINISHED)
-    desk.store.always = None
+    await desk.store.let()
     await desk.stop()
     assert [list(r.token_ids) for r in desk.store.records if isinstance(r, TokensDelivered)] == [[1, 2]]
+
+
+async def test_relaxed_tells_no_more_while_nothing_can_be_kept() -> None:
+    desk = Desk(Durability.RELAXED)
+    log = desk.log()
+    cursor = Cursor(log, 0)
+    desk.store.always = FULL
+    log.append([1])
+    await desk.store.until_asked(2)
+    assert seen(cursor) == ([1], None)
+    log.append([2])
+    log.finish(FINISHED)
+    told = asyncio.ensure_future(desk.settled())
+    await desk.store.until_asked(desk.store.asked + 1)
+    assert (seen(cursor), told.done()) == (([], None), False)
+    desk.store.always = None
+    await shown(log, lambda: log.ended is not None)
+    assert seen(cursor) == ([2], FINISHED)
+    await told
+    await desk.stop()

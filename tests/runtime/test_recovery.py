@@ -17,6 +17,7 @@ from fleet_service.domain.failures import AttemptBudget, Failure, FailureClass, 
 from fleet_service.domain.specs import GenerationSpec, Sampling, SessionSpec
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.journal import NoJournal
+from fleet_service.runtime.kept import Kept
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.records import (
     ContextExtended,
@@ -38,7 +39,7 @@ CONTEXT = array("I", [1, 2, 3])
 TOKENS = array("I", [7, 8])
 
 
-class Kept(NoJournal):
+class KnownContext(NoJournal):
     """A journal that writes nothing and knows one context, if any."""
 
     keeps = True
@@ -77,15 +78,14 @@ def saved(*, left_s: float = 60.0, ephemeral: bool = False, runs: bool = True) -
     return Saved(term=5, sessions=sessions, generations=generations)
 
 
-async def restarted(journal: Kept, left: Saved, **settings: Any) -> Head:
+async def restarted(journal: KnownContext, left: Saved, **settings: Any) -> Head:
     loop = asyncio.get_running_loop()
     head = Head(
         HeadSettings(**settings),
         dialer=FakeDialer({}),
         rng=random.Random(3),
         wall_clock=lambda: UNIX_S + loop.time(),
-        journal=journal,
-        saved=left,
+        kept=Kept(journal, left),
     )
     await head.start([])
     return head
@@ -103,7 +103,7 @@ def is_away(head: Head) -> bool:
 
 def test_an_answer_whose_context_cannot_be_read_ends_with_an_error_and_the_head_serves() -> None:
     async def story() -> None:
-        head = await restarted(Kept(), saved())
+        head = await restarted(KnownContext(), saved())
         error = finished_of(head).error
         assert error is not None
         assert error.reason is Reason.STORE_UNAVAILABLE
@@ -114,7 +114,7 @@ def test_an_answer_whose_context_cannot_be_read_ends_with_an_error_and_the_head_
 
 def test_an_answer_whose_time_ran_out_meanwhile_extends_its_context_though_that_is_not_read() -> None:
     async def story() -> None:
-        journal = Kept()
+        journal = KnownContext()
         head = await restarted(journal, saved(left_s=-1.0))
         assert finished_of(head).reason is FinishReason.WALL_CLOCK
         extended = [each for each in journal.records if isinstance(each, ContextExtended)]
@@ -132,7 +132,7 @@ def test_an_answer_that_ended_is_forgotten_in_its_time_whatever_the_restarts() -
         left = saved()
         ended = Finished(FinishReason.LENGTH, 3, 2, 1, Timings(0.0, 0.1, 0.2, 0.1, 0.2))
         left.generations["g"].ended = GenerationEnded("g", ended, UNIX_S - 50)
-        head = await restarted(Kept(CONTEXT[:]), left, finished_kept_s=60.0)
+        head = await restarted(KnownContext(CONTEXT[:]), left, finished_kept_s=60.0)
         now_s = asyncio.get_running_loop().time()
         head.generations.forget_old(now_s + 5)
         assert finished_of(head) == ended
@@ -146,7 +146,7 @@ def test_an_answer_that_ended_is_forgotten_in_its_time_whatever_the_restarts() -
 
 def test_the_session_of_an_answer_that_had_ended_is_not_kept() -> None:
     async def story() -> None:
-        head = await restarted(Kept(CONTEXT[:]), saved(ephemeral=True, runs=False))
+        head = await restarted(KnownContext(CONTEXT[:]), saved(ephemeral=True, runs=False))
         assert len(head.sessions) == 0
         await head.stop(0.0)
 
@@ -155,7 +155,7 @@ def test_the_session_of_an_answer_that_had_ended_is_not_kept() -> None:
 
 def test_a_session_expires_by_its_last_use_whatever_the_restarts() -> None:
     async def story() -> None:
-        head = await restarted(Kept(CONTEXT[:]), saved(runs=False), session_expiry_s=60.0)
+        head = await restarted(KnownContext(CONTEXT[:]), saved(runs=False), session_expiry_s=60.0)
         assert head.get_session("s").last_used_at == UNIX_S - 40
         now_s = asyncio.get_running_loop().time()
         assert head.sessions.expire(now_s + 15) == 0
@@ -167,7 +167,7 @@ def test_a_session_expires_by_its_last_use_whatever_the_restarts() -> None:
 
 def test_a_context_that_was_read_leaves_the_memory_again() -> None:
     async def story() -> None:
-        head = await restarted(Kept(CONTEXT[:]), saved(runs=False), idle_unbind_s=10.0)
+        head = await restarted(KnownContext(CONTEXT[:]), saved(runs=False), idle_unbind_s=10.0)
         assert list(await head.context_of("s")) == list(CONTEXT)
         assert not is_away(head)
         head.sessions.unbind_idle(asyncio.get_running_loop().time() + 1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.journal import Durability, StoreJournal
+from fleet_service.runtime.kept import Kept
 from fleet_service.runtime.records import Saved
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.store import StoreError
@@ -80,7 +81,7 @@ class Heads:
             saved = await access.open()
         head = self._make(behind_s, access, saved)
         if access is not None and saved is not None and self._journal is not None:
-            await access.take_term(head.fleet.term, saved.branch)
+            await access.take_term(head.fleet.term, head.branch)
             self._oracle.has_term(head.fleet.term)
             self._journal.start()
         await head.start([machine.address for machine in self._machines if not machine.profile.joins])
@@ -105,8 +106,7 @@ class Heads:
             rng=random.Random(self._rng.random()),
             wall_clock=lambda: EPOCH_UNIX_S + loop.time() - behind_s,
             observer=self._oracle.watch(),
-            journal=self._journal,
-            saved=saved,
+            kept=None if self._journal is None or saved is None else Kept(self._journal, saved),
         )
         self._oracle.head_has_begun(self.head)
         return self.head

@@ -80,8 +80,10 @@ def a_term_is_not_above_the_saved_one() -> Iterator[None]:
 def _taken_up_with(change: Any) -> Iterator[None]:
     right = TokenLog.restore
 
-    def wrong(self: TokenLog, token_ids: array[int], marks: Any, finished: Finished | None) -> None:
-        right(self, token_ids if finished is not None else change(token_ids), marks, finished)
+    def wrong(
+        self: TokenLog, token_ids: array[int], marks: Any, cuts: Any, finished: Finished | None
+    ) -> None:
+        right(self, token_ids if finished is not None else change(token_ids), marks, cuts, finished)
 
     with replaced(TokenLog, "restore", wrong):
         yield

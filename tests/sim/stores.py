@@ -160,13 +160,14 @@ class Access:
     async def open(self) -> Saved:
         return await self._do(Op.OPEN, lambda: _copy(self._store.saved))
 
-    async def take_term(self, term: int, branch: int) -> None:
+    async def take_term(self, term: int, branch: int, *, tells_ahead: bool = False) -> None:
         def take() -> None:
             self._store.saved.term, self._store.saved.branch = term, branch
+            self._store.saved.torn = tells_ahead
 
         await self._do(Op.TERM, take, changes=True)
 
-    async def write(self, batch: Sequence[Record], *, sync: bool = True) -> None:
+    async def write(self, batch: Sequence[Record]) -> None:
         store, now_s = self._store, self._store.loop.time()
         if batch is not self._batch:
             # What came while the one before was written has waited since that began.
@@ -224,11 +225,12 @@ def _copy(saved: Saved) -> Saved:
     """As it is read anew: records never change, what holds them is made again."""
     return Saved(
         term=saved.term,
+        raised_term=saved.raised_term,
         branch=saved.branch,
         torn=saved.torn,
         sessions={name: replace(each) for name, each in saved.sessions.items()},
         generations={
-            name: replace(each, token_ids=each.token_ids[:], marks=list(each.marks))
+            name: replace(each, token_ids=each.token_ids[:], marks=list(each.marks), cuts=list(each.cuts))
             for name, each in saved.generations.items()
         },
         requests=dict(saved.requests),

@@ -27,6 +27,7 @@ from fleet_service.domain.specs import (
     SessionSpec,
 )
 from fleet_service.runtime.records import (
+    BranchCut,
     ContextExtended,
     GenerationEnded,
     GenerationGone,
@@ -34,6 +35,7 @@ from fleet_service.runtime.records import (
     Record,
     SessionGone,
     SessionKept,
+    TermRaised,
     TokensDelivered,
 )
 
@@ -89,7 +91,9 @@ def histories(draw: st.DrawFn) -> list[list[Record]]:
         batch: list[Record] = []
         for _ in range(draw(st.integers(0, 5))):
             what = draw(
-                st.sampled_from(["session", "extend", "start", "tokens", "tokens", "end", "gone", "over"])
+                st.sampled_from(
+                    ["session", "extend", "start", "tokens", "tokens", "cut", "end", "gone", "over"]
+                )
             )
             if what == "session":
                 made += 1
@@ -110,6 +114,10 @@ def histories(draw: st.DrawFn) -> list[list[Record]]:
                 new = draw(ids)
                 batch.append(TokensDelivered(name, running[name], new))
                 running[name] += len(new)
+            elif what == "cut" and running:
+                made += 1
+                name = draw(st.sampled_from(sorted(running)))
+                batch += [BranchCut(name, made, running[name]), TermRaised(made)]
             elif what == "end" and running:
                 name = draw(st.sampled_from(sorted(running)))
                 del running[name]

@@ -92,7 +92,7 @@ async def test_everything_written_is_there_again(reopened: Callable[[], Any]) ->
             RevokeOwed("node-a", "run-1", "s2", 5),
             NodeListed("10.0.0.1:8454"),
             NodeListed("10.0.0.2:8454", listed=False),
-            NodeMarked("node-a", "drain", "oncall", 3.5, "disk"),
+            NodeMarked("node-a", "drain", "oncall", 3.5, "disk", "night", 2.5, "fan"),
             NodeMarked("node-b", "cordon", "oncall", 3.5, ""),
         ]
     )
@@ -122,7 +122,9 @@ async def test_everything_written_is_there_again(reopened: Callable[[], Any]) ->
     assert list(saved.cancels) == [("owner", "g9")]
     assert list(saved.revokes) == [("node-a", "run-1", "s1", 2**62)]
     assert saved.listed == {"10.0.0.1:8454": True, "10.0.0.2:8454": False}
-    assert saved.marks == {"node-a": NodeMarked("node-a", "drain", "oncall", 3.5, "disk")}
+    assert saved.marks == {
+        "node-a": NodeMarked("node-a", "drain", "oncall", 3.5, "disk", "night", 2.5, "fan")
+    }
 
 
 async def test_what_is_over_is_gone_with_all_its_tokens(reopened: Callable[[], Any]) -> None:

@@ -11,15 +11,16 @@ import pytest
 
 from fleet_service.runtime.records import Record, TokensDelivered
 from fleet_service.runtime.store import StoreError
-from fleet_service.stores.sqlite import SqliteStore
+from fleet_service.stores.sqlite import SqliteStore, _Database
+from fleet_service.stores.sqlite_files import StoreFiles
 from tests.stores.histories import generation, session
 from tests.stores.hurt import Writer, pass_for_the_original
 
 
-async def begun(file: Path, term: int) -> SqliteStore:
+async def begun(file: Path, term: int, *, tells_ahead: bool = False) -> SqliteStore:
     store = SqliteStore(file)
     saved = await store.open()
-    await store.take_term(term, saved.branch)
+    await store.take_term(term, saved.branch, tells_ahead=tells_ahead)
     return store
 
 
@@ -38,14 +39,45 @@ def killed(file: Path) -> Path:
     return copy / file.name
 
 
-async def test_a_store_that_was_closed_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tells_ahead", [False, True])
+async def test_a_store_that_was_closed_is_whole(tmp_path: Path, *, tells_ahead: bool) -> None:
     file = tmp_path / "data" / "fleet.db"
     assert not await torn(file)
-    store = await begun(file, 5)
+    store = await begun(file, 5, tells_ahead=tells_ahead)
     await store.write([session("s", 1)])
-    await store.write([session("t", 2)], sync=False)
     await store.close()
     assert not await torn(file)
+
+
+@pytest.mark.parametrize("at", ["witness", "commit", "witness again"])
+async def test_a_head_killed_while_it_takes_its_term_has_lost_nothing(tmp_path: Path, at: str) -> None:
+    file = tmp_path / "data" / "fleet.db"
+    await (await begun(file, 5)).close()
+    store = SqliteStore(file)
+    await store.open()
+    monkey = pytest.MonkeyPatch()
+    calls: list[str] = []
+
+    def killed_at(name: str, work: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **named: object) -> object:
+            calls.append(name if name not in calls else f"{name} again")
+            if calls[-1] == at:
+                raise OSError("killed")
+            return work(*args, **named)
+
+        return call
+
+    with monkey.context() as patch:
+        patch.setattr(StoreFiles, "witness", killed_at("witness", StoreFiles.witness))
+        patch.setattr(_Database, "_set_meta", killed_at("commit", _Database._set_meta))
+        with pytest.raises(StoreError):
+            await store.take_term(6, 0)
+    left = killed(file)
+    await store.close()
+    assert calls[-1] == at
+    assert not await torn(left)
+    await (await begun(left, 7)).close()
+    assert not await torn(left)
 
 
 async def test_a_killed_head_lost_nothing_it_synced(tmp_path: Path) -> None:
@@ -56,10 +88,9 @@ async def test_a_killed_head_lost_nothing_it_synced(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_head_killed_with_relaxed_writes_may_have_lost_the_end(tmp_path: Path) -> None:
+async def test_a_head_killed_that_tells_ahead_may_have_lost_the_end(tmp_path: Path) -> None:
     file = tmp_path / "data" / "fleet.db"
-    store = await begun(file, 5)
-    await store.write([session("s", 1)], sync=False)
+    store = await begun(file, 5, tells_ahead=True)
     left = killed(file)
     await store.close()
     assert await torn(left)
@@ -69,13 +100,13 @@ async def test_a_head_killed_with_relaxed_writes_may_have_lost_the_end(tmp_path:
     assert not await torn(left)
 
 
-async def test_a_relaxed_write_that_failed_is_not_closed_over(tmp_path: Path) -> None:
+async def test_a_write_that_failed_of_what_was_told_is_not_closed_over(tmp_path: Path) -> None:
     file = tmp_path / "data" / "fleet.db"
-    store = await begun(file, 5)
-    await store.write([session("s", 1)], sync=False)
+    store = await begun(file, 5, tells_ahead=True)
+    await store.write([session("s", 1)])
     bad: list[Record] = [session("t", 2), session("t", 3)]
     with pytest.raises(StoreError):
-        await store.write(bad, sync=False)
+        await store.write(bad)
     await store.close()
     assert await torn(file)
 

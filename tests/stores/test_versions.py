@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet_service.domain.context import Context
-from fleet_service.runtime.records import ContextExtended, TokensDelivered
+from fleet_service.runtime.records import BranchCut, ContextExtended, TokensDelivered
 from fleet_service.stores.sqlite import SqliteStore
 from fleet_service.stores.sqlite_schema import APPLICATION_ID, STEPS, VERSION
 from tests.stores.histories import generation, session
@@ -47,12 +47,13 @@ async def test_a_file_of_each_version_is_read_whole_and_goes_on(tmp_path: Path, 
     file_of(version, file)
     store = SqliteStore(file)
     saved = await store.open()
-    assert (saved.term, saved.branch) == (5, 1)
+    assert (saved.term, saved.raised_term, saved.branch) == (5, 6, 2)
     assert {name: each.kept for name, each in saved.sessions.items()} == {"s": session("s", 1)}
     assert list(await store.context("s")) == [1, 2, 3, 4]
     running = saved.generations["g"]
     assert running.started == generation("g", "s")
     assert list(running.token_ids) == [7, 8, 9, 10]
+    assert running.cuts == [BranchCut("g", 2, 2)]
     await store.take_term(6, 1)
     whole = [1, 2, 3, 4, 5]
     extended = ContextExtended("s", 4, [5], Context(whole).crc32)

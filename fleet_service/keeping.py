@@ -1,0 +1,68 @@
+"""What outlives the head, opened for one run and closed after it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from fleet_service.config import StoreConfig
+from fleet_service.runtime.journal import Durability, StoreJournal
+from fleet_service.runtime.kept import Kept
+from fleet_service.runtime.store import SessionStore, StoreError
+from fleet_service.stores.sqlite import SqliteStore
+from fleet_service.stores.sqlite_files import STORE_FILE
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """The head's `kept`, and the store behind it; None where nothing outlives the head."""
+
+    kept: Kept
+    store: SessionStore | None = None
+    journal: StoreJournal | None = None
+
+    async def begin(self, term: int, branch: int) -> None:
+        """Write from here on, as the run of that term. Raises StoreError."""
+        if self.store is not None and self.journal is not None:
+            await self.store.take_term(term, branch, tells_ahead=self.journal.tells_ahead)
+            self.journal.start()
+
+
+def folder_of(store: StoreConfig, head_id: str, environ: Mapping[str, str]) -> Path:
+    """Where a head keeps what is its own: as set, as a service manager says, or among the user's files."""
+    if store.folder:
+        return Path(store.folder)
+    if given := environ.get("STATE_DIRECTORY"):
+        return Path(given.partition(":")[0])
+    home = Path(environ.get("HOME") or "~").expanduser()
+    return Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state") / "fleet" / head_id
+
+
+@asynccontextmanager
+async def keeping(
+    config: StoreConfig, head_id: str, *, broken: Callable[[StoreError], None]
+) -> AsyncIterator[Keeping]:
+    """The store, open within the block. `broken`: nothing can be kept any more. Raises StoreError."""
+    durability = Durability(config.durability)
+    if durability is Durability.MEMORY:
+        yield Keeping(Kept())
+        return
+    folder = folder_of(config, head_id, os.environ)
+    store = SqliteStore(folder / STORE_FILE, time.time)
+    saved = await store.open()
+    _log.info("keeping", folder=str(folder), durability=durability.value, sessions=len(saved.sessions))
+    journal = StoreJournal(store, durability, broken=broken)
+    try:
+        yield Keeping(Kept(journal, saved), store, journal)
+    finally:
+        await journal.stop()
+        with suppress(StoreError):  # what could not be kept was told of
+            await store.close()
