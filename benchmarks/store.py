@@ -1,6 +1,6 @@
 """What it costs to keep everything on disk: commits by the number of streams, starts, and room.
 
-`python -m benchmarks.store [--json] [--sessions N ...] [FOLDER]`. The store alone, without a head: each
+`python -m benchmarks.store [--json] [FOLDER] [--sessions N ...]`. The store alone, without a head: each
 commit carries one token of each stream; streams end and others begin, so that housekeeping has its work.
 FOLDER says whose disk it is (default: the current one). CPU is that of this process, with both its threads.
 """
@@ -41,6 +41,7 @@ KEPT_GENERATIONS = 2_000
 """How many that have ended stay, as they do for ten minutes."""
 CONTEXT_TOKENS = 2_000
 SESSIONS = (10_000, 100_000)
+_SESSIONS_AT_ONCE = 100
 _BATCHES_KEPT_BYTES = 4 * 1024 * 1024
 
 _FINISHED = Finished(FinishReason.LENGTH, 10, STREAM_TOKENS, 1, Timings(0.0, 0.1, 1.0, 0.1))
@@ -79,8 +80,8 @@ def generation(name: str) -> GenerationStarted:
     )
 
 
-def session(name: str, number: int) -> SessionKept:
-    return SessionKept(name, number, "owner", SessionSpec("demo"), Sampling(), 1.0, 1.0)
+def session(name: str, number: int, used_at: float) -> SessionKept:
+    return SessionKept(name, number, "", SessionSpec("demo"), Sampling(), used_at, used_at)
 
 
 class Streams:
@@ -161,18 +162,26 @@ async def housekeeping(file: Path) -> list[float]:
     return took
 
 
-async def start(file: Path, sessions: int) -> Start:
+async def fill(file: Path, sessions: int) -> None:
+    """Keep so many sessions there, used just now, s1 and on, each with a context of CONTEXT_TOKENS.
+
+    They are those of whoever calls a head that asks nobody who he is.
+    """
     ids = list(range(CONTEXT_TOKENS))
-    crc32 = Context(ids).crc32
+    crc32, now = Context(ids).crc32, time.time()
     store = SqliteStore(file)
     await store.open()
     await store.take_term(1, 0)
-    for first in range(0, sessions, 100):
+    for first in range(1, sessions + 1, _SESSIONS_AT_ONCE):
         batch: list[Record] = []
-        for number in range(first + 1, first + 101):
-            batch += [session(f"s{number}", number), ContextExtended(f"s{number}", 0, ids, crc32)]
+        for number in range(first, min(first + _SESSIONS_AT_ONCE, sessions + 1)):
+            batch += [session(f"s{number}", number, now), ContextExtended(f"s{number}", 0, ids, crc32)]
         await store.write(batch)
     await store.close()
+
+
+async def start(file: Path, sessions: int) -> Start:
+    await fill(file, sessions)
     begin = time.perf_counter()
     store = SqliteStore(file)
     await store.open()

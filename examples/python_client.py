@@ -35,6 +35,14 @@ ENDED_TOO_EARLY = 4  # CANCELLED, WALL_CLOCK, ERROR; the tokens printed stand
 # How long a generation waits for its reader to come back, and its reader tries to.
 GRACE_S = 10.0
 
+# The codes of a connection that failed; CANCELLED while the head ends.
+LOST = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+)
+
 _Request = TypeVar("_Request")
 
 
@@ -81,9 +89,8 @@ class Refusal:
 
     @property
     def connection_lost(self) -> bool:
-        """The connection failed, and not the request."""
-        lost = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-        return not self.reason and self.code in lost
+        """The connection failed or the head ends, and not the request."""
+        return self.reason in {"", "HEAD_DRAINING"} and self.code in LOST
 
     def __str__(self) -> str:
         if not self.reason:
@@ -119,31 +126,34 @@ def decode(error: grpc.RpcError) -> Refusal:
 def generate(
     fleet: rpc.FleetServiceStub, request: pb.GenerateRequest, timeout_s: float
 ) -> Generator[pb.GenerationEvent]:
-    """Events of one generation to its end, whatever becomes of the connection.
+    """Events of one generation to its end, whatever becomes of the connection and the head.
 
     Every token comes once and in order, `finished` last. Closing the generator tells the head that we left.
-    For that the request needs a request id, and GRACE_S as its disconnect_grace_ms. Raises grpc.RpcError.
+    For that the request needs a request id, and GRACE_S as its disconnect_grace_ms.
+
+    Raises grpc.RpcError. Its reason is DATA_LOSS where the head lost tokens that it gave: those from its
+    metadata's nextIndex on are to be dropped.
     """
     deadline_s = time.monotonic() + timeout_s
-    generation_id, next_index = "", 0
+    place = pb.AttachGenerationRequest()  # takes it up behind all that came
     lost_at_s = wait_s = 0.0  # 0 = the connection is well
     while True:
         remaining_s = deadline_s - time.monotonic()
         call: Any  # a stream of either kind
-        if not generation_id:
+        if not place.generation_id:
             call = fleet.Generate(request, timeout=remaining_s)
-        else:  # once it is known, it is taken up at an index
-            attach = pb.AttachGenerationRequest(generation_id=generation_id, from_index=next_index)
-            call = fleet.AttachGeneration(attach, timeout=remaining_s)
+        else:  # once it is known, it is taken up
+            call = fleet.AttachGeneration(place, timeout=remaining_s)
         try:
             for response in call:
                 event = response.event
                 lost_at_s = wait_s = 0.0
+                place.branch = event.branch
                 kind = event.WhichOneof("event")
                 if kind == "accepted":
-                    generation_id = event.accepted.generation_id
+                    place.generation_id = event.accepted.generation_id
                 elif kind == "tokens":
-                    next_index = event.tokens.first_index + len(event.tokens.token_ids)
+                    place.from_index = event.tokens.first_index + len(event.tokens.token_ids)
                 yield event
                 if kind == "finished":
                     return
@@ -154,7 +164,7 @@ def generate(
                 raise
         finally:
             call.cancel()
-        note(f"connection lost, going on at {next_index}")
+        note(f"connection lost, going on at {place.from_index}")
         time.sleep(wait_s * random.uniform(0.5, 1.0))
         wait_s = min(max(0.1, 2 * wait_s), 1.0)
 

@@ -38,7 +38,7 @@ from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
 from fleet_service.exposure import warn_of_clear_tokens
 from fleet_service.http_server import HttpListenError
-from fleet_service.keeping import Keeping, keeping
+from fleet_service.keeping import Keeping, advice_on, keeping
 from fleet_service.links.dialer import FleetDialer
 from fleet_service.links.join import JoinDoor
 from fleet_service.links.resolver import SystemResolver
@@ -148,9 +148,9 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
     """
     links = link_settings(config)
     async with AsyncExitStack() as parts:
-        kept = await parts.enter_async_context(_keeping(config, stop))
         metrics = _metrics(config)
         rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config, metrics))
+        kept = await parts.enter_async_context(_keeping(config, stop, fleet_observer.committed))
         stories = Stories(config.listen.page_generations_kept, time.time) if config.listen.page else None
         head = Head(
             config.head.runtime_settings(),
@@ -189,7 +189,9 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
 
 
 @asynccontextmanager
-async def _keeping(config: FleetConfig, stop: StopRequest) -> AsyncIterator[Keeping]:
+async def _keeping(
+    config: FleetConfig, stop: StopRequest, committed: Callable[[float], None]
+) -> AsyncIterator[Keeping]:
     """What outlives the head. Raises StartError; asks for the end when nothing can be kept any more."""
 
     def broken(error: StoreError) -> None:
@@ -199,10 +201,10 @@ async def _keeping(config: FleetConfig, stop: StopRequest) -> AsyncIterator[Keep
         stop.ask()
 
     try:
-        async with keeping(config.store, config.head.head_id, broken=broken) as kept:
+        async with keeping(config.store, config.head.head_id, broken=broken, committed=committed) as kept:
             yield kept
     except StoreError as error:
-        raise StartError(f"{error} (--data-dir names another folder)") from error
+        raise StartError(f"{error}{advice_on(error, config.store)}") from error
 
 
 def link_settings(config: FleetConfig) -> LinkSettings:

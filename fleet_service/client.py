@@ -133,7 +133,7 @@ class _EventCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reattached:
-    """Told when a stream's connection was lost and is taken up again at `next_index`."""
+    """Told when a stream was cut off, or its head ends, and is taken up again at `next_index`."""
 
     generation_id: str
     next_index: int
@@ -219,38 +219,43 @@ class FleetClient:
         self, request: CompleteRequest, on_reattach: Callable[[Reattached], None] | None = None
     ) -> AsyncGenerator[GenerationEvent]:
         """Events of Complete; see `generate`."""
-        return self._follow(self.fleet.Complete(request), "", 0, on_reattach)
+        return self._follow(self.fleet.Complete(request), AttachGenerationRequest(), on_reattach)
 
     def generate(
         self, request: GenerateRequest, on_reattach: Callable[[Reattached], None] | None = None
     ) -> AsyncGenerator[GenerationEvent]:
         """Events of Generate, the last one `finished`. Raises CallError.
 
-        When the connection is lost after `accepted`, the stream is taken up at the next index; for that the
-        request needs `disconnect_grace_ms` (REATTACH_GRACE_MS) or on_disconnect CONTINUE.
+        When the connection is lost, or the head ends, after `accepted`, the stream is taken up at the next
+        index; for that the request needs `disconnect_grace_ms` (REATTACH_GRACE_MS) or on_disconnect CONTINUE.
+
+        The reason DATA_LOSS: the head lost tokens that it gave. Those from `metadata["nextIndex"]` on are to
+        be dropped; `attach` goes on there.
         """
-        return self._follow(self.fleet.Generate(request), "", 0, on_reattach)
+        return self._follow(self.fleet.Generate(request), AttachGenerationRequest(), on_reattach)
 
     def attach(
         self,
         generation_id: str,
         from_index: int = 0,
         on_reattach: Callable[[Reattached], None] | None = None,
+        *,
+        branch: int = 0,
     ) -> AsyncGenerator[GenerationEvent]:
-        """Events of AttachGeneration from an index on; see `generate`."""
-        return self._follow(self._attach(generation_id, from_index), generation_id, from_index, on_reattach)
+        """Events of AttachGeneration from an index on; see `generate`. A head that is away is waited for.
 
-    def _attach(self, generation_id: str, from_index: int) -> _EventCall:
-        request = AttachGenerationRequest(generation_id=generation_id, from_index=from_index)
-        return self.fleet.AttachGeneration(request)
+        `branch`: that of the newest event the caller has. By it the head knows what it lost of what it gave.
+        """
+        place = AttachGenerationRequest(generation_id=generation_id, from_index=from_index, branch=branch)
+        return self._follow(self.fleet.AttachGeneration(place), place, on_reattach)
 
     async def _follow(
         self,
         call: _EventCall,
-        generation_id: str,
-        next_index: int,
+        place: AttachGenerationRequest,
         on_reattach: Callable[[Reattached], None] | None,
     ) -> AsyncGenerator[GenerationEvent]:
+        """`place`: what takes the stream up behind all that came; it moves on with it."""
         accepted = finished = False
         give_up_at, delay_s = 0.0, 0.0  # 0 = the connection is well
         while True:
@@ -258,37 +263,38 @@ class FleetClient:
                 async for response in call:
                     event = response.event
                     give_up_at, delay_s = 0.0, 0.0
+                    place.branch = event.branch
                     kind = event.WhichOneof("event")
                     if kind == "accepted":
-                        generation_id = event.accepted.generation_id
+                        place.generation_id = event.accepted.generation_id
                         if accepted:
                             continue
                         accepted = True
                     elif kind == "tokens":
-                        next_index = event.tokens.first_index + len(event.tokens.token_ids)
+                        place.from_index = event.tokens.first_index + len(event.tokens.token_ids)
                     finished = kind == "finished"
                     yield event
                 lost = CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended before the generation did")
             except grpc.aio.AioRpcError as error:
                 lost = decode_error(error)
-                leaves = accepted and lost.reason == HEAD_DRAINING
+                leaves = place.generation_id and lost.reason == HEAD_DRAINING
                 if not finished and not lost.connection_lost and not leaves:
                     raise _outcome(lost) from error
             finally:
                 call.cancel()
             if finished:  # and the call has ended with its status, so that the head saw no cancel
                 return
-            if not accepted:
+            if not place.generation_id:  # there is nothing to come back to
                 raise _outcome(lost)
             now = time.monotonic()
             give_up_at = give_up_at or now + self._reattach_s
             if now + delay_s >= give_up_at:
                 raise _outcome(lost)
             if delay_s == 0.0 and on_reattach is not None:
-                on_reattach(Reattached(generation_id, next_index, lost))
+                on_reattach(Reattached(place.generation_id, place.from_index, lost))
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
             delay_s = min(1.0, max(0.1, delay_s * 2))
-            call = self._attach(generation_id, next_index)
+            call = self.fleet.AttachGeneration(place)
 
 
 def _channel_options(connect_timeout_s: float) -> list[tuple[str, int]]:

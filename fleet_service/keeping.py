@@ -14,7 +14,7 @@ import structlog
 from fleet_service.config import StoreConfig
 from fleet_service.runtime.journal import Durability, StoreJournal
 from fleet_service.runtime.kept import Kept
-from fleet_service.runtime.store import SessionStore, StoreError
+from fleet_service.runtime.store import SessionStore, StoreError, StoreTrouble
 from fleet_service.stores.sqlite import SqliteStore
 from fleet_service.stores.sqlite_files import STORE_FILE
 
@@ -46,11 +46,25 @@ def folder_of(store: StoreConfig, head_id: str, environ: Mapping[str, str]) -> P
     return Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state") / "fleet" / head_id
 
 
+def advice_on(error: StoreError, store: StoreConfig) -> str:
+    """What to do where a head cannot start for it: the rest of its sentence."""
+    if error.trouble is StoreTrouble.IN_USE:
+        by_name = "" if store.folder else ", or a name of its own with --set head.head_id=NAME"
+        return f" with --data-dir FOLDER{by_name}"
+    if error.may_pass:
+        return "; name another folder with --data-dir FOLDER, or keep nothing with --durability memory"
+    return ""
+
+
 @asynccontextmanager
 async def keeping(
-    config: StoreConfig, head_id: str, *, broken: Callable[[StoreError], None]
+    config: StoreConfig,
+    head_id: str,
+    *,
+    broken: Callable[[StoreError], None],
+    committed: Callable[[float], None],
 ) -> AsyncIterator[Keeping]:
-    """The store, open within the block. `broken`: nothing can be kept any more. Raises StoreError."""
+    """The store, open within the block; `broken` and `committed` as of StoreJournal. Raises StoreError."""
     durability = Durability(config.durability)
     if durability is Durability.MEMORY:
         yield Keeping(Kept())
@@ -59,7 +73,7 @@ async def keeping(
     store = SqliteStore(folder / STORE_FILE, time.time)
     saved = await store.open()
     _log.info("keeping", folder=str(folder), durability=durability.value, sessions=len(saved.sessions))
-    journal = StoreJournal(store, durability, broken=broken)
+    journal = StoreJournal(store, durability, broken=broken, committed=committed)
     try:
         yield Keeping(Kept(journal, saved), store, journal)
     finally:

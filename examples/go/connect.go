@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
@@ -24,10 +25,13 @@ var serviceConfig string
 // connect gives a connection to a head: with TLS where there is a CA file, with a token on every call
 // where there is a token file. It is made on the first call, and made anew when it breaks.
 func connect(address, caFile, tokenFile string) (*grpc.ClientConn, error) {
+	soon := backoff.DefaultConfig
+	soon.MaxDelay = time.Second // a head that is back is noticed soon
 	options := []grpc.DialOption{
 		grpc.WithDefaultServiceConfig(serviceConfig),
 		// Tells a connection that has died in silence; without calls nothing is sent.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 15 * time.Second, Timeout: 5 * time.Second}),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: soon, MinConnectTimeout: 10 * time.Second}),
 	}
 	if caFile == "" {
 		return grpc.NewClient(address, append(options, grpc.WithTransportCredentials(insecure.NewCredentials()))...)

@@ -39,11 +39,11 @@ func decode(err error) refusal {
 	return said
 }
 
-// connectionLost tells that the connection failed, and not the request.
+// connectionLost tells that the connection failed or the head ends, and not the request.
 func (r refusal) connectionLost() bool {
 	switch r.Code {
-	case codes.Unavailable, codes.Internal, codes.Unknown:
-		return r.Reason == ""
+	case codes.Unavailable, codes.Internal, codes.Unknown, codes.Canceled: // the last while the head ends
+		return r.Reason == "" || r.Reason == "HEAD_DRAINING"
 	}
 	return false
 }

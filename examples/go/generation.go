@@ -15,31 +15,33 @@ import (
 // How long a generation waits for its reader to come back, and its reader tries to.
 const grace = 10 * time.Second
 
-// generate reads one generation to its end, whatever becomes of the connection: `on` gets every event but
-// the last, every token once and in order; the last one is returned.
+// generate reads one generation to its end, whatever becomes of the connection and the head: `on` gets every
+// event but the last, every token once and in order; the last one is returned.
 //
-// For that the request needs a request id, and grace as its disconnect_grace_ms.
+// For that the request needs a request id, and grace as its disconnect_grace_ms. Where the head lost tokens
+// that it gave, the error's reason is DATA_LOSS: those from its metadata's nextIndex on are to be dropped.
 func generate(
 	ctx context.Context, fleet pb.FleetServiceClient, request *pb.GenerateRequest, on func(*pb.GenerationEvent),
 ) (*pb.Finished, error) {
 	// Closing the stream we leave tells the head that we left.
 	ctx, leave := context.WithCancel(ctx)
 	defer leave()
-	generationID, nextIndex := "", uint32(0)
+	place := &pb.AttachGenerationRequest{} // takes it up behind all that came
 	var lostAt time.Time
 	for wait := time.Duration(0); ; {
-		next, err := open(ctx, fleet, request, generationID, nextIndex)
+		next, err := open(ctx, fleet, request, place)
 		for err == nil {
 			var event *pb.GenerationEvent
 			if event, err = next(); err != nil {
 				break
 			}
 			lostAt, wait = time.Time{}, 0
+			place.Branch = event.GetBranch()
 			switch event := event.GetEvent().(type) {
 			case *pb.GenerationEvent_Accepted:
-				generationID = event.Accepted.GetGenerationId()
+				place.GenerationId = event.Accepted.GetGenerationId()
 			case *pb.GenerationEvent_Tokens:
-				nextIndex = event.Tokens.GetFirstIndex() + uint32(len(event.Tokens.GetTokenIds()))
+				place.FromIndex = event.Tokens.GetFirstIndex() + uint32(len(event.Tokens.GetTokenIds()))
 			case *pb.GenerationEvent_Finished:
 				return event.Finished, nil
 			}
@@ -48,10 +50,10 @@ func generate(
 		if lostAt.IsZero() {
 			lostAt = time.Now()
 		}
-		if !decode(err).connectionLost() || time.Since(lostAt) > grace {
+		if ctx.Err() != nil || !decode(err).connectionLost() || time.Since(lostAt) > grace {
 			return nil, err
 		}
-		note("connection lost, going on at %d", nextIndex)
+		note("connection lost, going on at %d", place.GetFromIndex())
 		select {
 		case <-ctx.Done():
 			return nil, status.FromContextError(ctx.Err()).Err()
@@ -61,15 +63,14 @@ func generate(
 	}
 }
 
-// open asks for the generation, or, once it is known, takes it up at an index; gives what reads its events.
+// open asks for the generation, or, once it is known, takes it up at a place; gives what reads its events.
 func open(
-	ctx context.Context, fleet pb.FleetServiceClient, request *pb.GenerateRequest, generationID string, index uint32,
+	ctx context.Context, fleet pb.FleetServiceClient, request *pb.GenerateRequest, place *pb.AttachGenerationRequest,
 ) (func() (*pb.GenerationEvent, error), error) {
-	if generationID == "" {
+	if place.GetGenerationId() == "" {
 		return events(fleet.Generate(ctx, request))
 	}
-	attach := &pb.AttachGenerationRequest{GenerationId: generationID, FromIndex: index}
-	return events(fleet.AttachGeneration(ctx, attach))
+	return events(fleet.AttachGeneration(ctx, place))
 }
 
 // events reads both kinds of stream.

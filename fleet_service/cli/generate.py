@@ -39,7 +39,17 @@ from fleet_service.cli.options import (
     parse_tokens,
 )
 from fleet_service.cli.output import count, duration, enum_name, plain, print_json, say, terminal_width
-from fleet_service.cli.running import FAILED, UNKNOWN_MODEL, WRONG_USE, Head, closest, fail, report, run
+from fleet_service.cli.running import (
+    FAILED,
+    UNKNOWN_MODEL,
+    WRONG_USE,
+    Head,
+    closest,
+    facts_of,
+    fail,
+    report,
+    run,
+)
 from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient, Reattached
 
 _WHOLE_ANSWERS = (
@@ -169,6 +179,9 @@ async def _generate(order: _Order, head: Head, *, as_json: bool) -> int:
                 async for event in events:
                     printer.take(event)
         except CallError as error:
+            if error.reason == "DATA_LOSS" and not as_json:
+                printer.note(_loss_text(error))
+                return FAILED
             report(error, head=head, as_json=as_json, advice=await _advice(client, error, order.spec.model))
             return FAILED
         except asyncio.CancelledError:
@@ -268,7 +281,8 @@ class _Printer:
             self.tokens += len(event.tokens.token_ids)
         if self._as_json:
             if kind is not None:
-                print_json({"event": kind, **plain(getattr(event, kind))})
+                branch = {"branch": event.branch} if event.branch else {}
+                print_json({"event": kind, **branch, **plain(getattr(event, kind))})
         elif kind == "tokens":
             self._print_ids(event.tokens.token_ids)
         elif kind == "moved":
@@ -292,7 +306,8 @@ class _Printer:
 
     def reattached(self, what: Reattached) -> None:
         """Say that the connection was lost."""
-        self.note(f"connection lost ({what.error.message}); going on at index {what.next_index}")
+        cause = facts_of(what.error.reason, what.error.message)
+        self.note(f"connection lost ({cause}); going on at index {what.next_index}")
 
     def note(self, text: str) -> None:
         """A line on standard error, below the tokens printed so far."""
@@ -301,6 +316,14 @@ class _Printer:
             sys.stdout.flush()
             self._column = 0
         say(text)
+
+
+def _loss_text(error: CallError) -> str:
+    index = error.metadata.get("nextIndex", "0")
+    return (
+        f"fleet: the head lost tokens that it gave: the first {index} above are right, "
+        f"those from index {index} on may not be [{error.reason}]"
+    )
 
 
 def _moved_text(moved: Moved) -> str:

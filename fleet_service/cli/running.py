@@ -41,7 +41,7 @@ _ADVICE = {
     "HEAD_DRAINING": "try again once the head is back, or ask another",
     "CREDENTIALS_REFUSED": "give your token with --access-token-file FILE, or a certificate with --tls-cert",
     "PERMISSION_DENIED": "use a token with the permission; `fleet access list --file FILE` shows who has it",
-    "GENERATION_NOT_FOUND": "it is no longer kept, or the head was restarted; ask again",
+    "GENERATION_NOT_FOUND": "it is no longer kept; ask again",
 }
 
 

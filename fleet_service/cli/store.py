@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
+from fleet_service.cli.kinds import PlainCommand
 from fleet_service.cli.options import AsJson, examples
 from fleet_service.cli.output import Column, count, print_json, print_table, say, tell
-from fleet_service.cli.running import FAILED, fail
+from fleet_service.cli.running import FAILED, WRONG_USE, fail
 from fleet_service.stores.sqlite_files import STORE_FILE
 from fleet_service.stores.sqlite_look import LookError, StoreCheck, StoreStats, stats_of
 from fleet_service.stores.sqlite_look import check as check_file
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The head's --data-dir.")]
+T = TypeVar("T")
+
+Folder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FOLDER",
+        help="The head's --data-dir.",
+        show_default="that of a head with the settings of FLEET_CONFIG and FLEET_*",
+    ),
+]
 
 _FACTS = (Column("WHAT"), Column("VALUE", right=True))
 _KINDS = (Column("TABLE"), Column("ROWS", right=True), Column("CONTENT", right=True))
@@ -29,38 +41,57 @@ def register(app: typer.Typer) -> None:
     app.add_typer(store, name="store")
 
 
-@store.command(epilog=examples("fleet store check /var/lib/fleet", "fleet store check /var/lib/fleet --json"))
-def check(folder: Folder, *, as_json: AsJson = False) -> None:
+@store.command(
+    cls=PlainCommand, epilog=examples("fleet store check", "fleet store check /var/lib/fleet --json")
+)
+def check(folder: Folder = None, *, as_json: AsJson = False) -> None:
     """Read everything in it, and say whether it is what was written. Ends with 1 when it is not.
 
     Nothing is changed, and a head may run on it meanwhile.
     """
-    try:
-        found = check_file(folder / STORE_FILE)
-    except LookError as error:
-        fail(str(error))
+    file, found = _look(folder, check_file)
     if as_json:
-        print_json({"file": str(folder / STORE_FILE), "whole": not found.problems_in_all} | asdict(found))
+        print_json({"file": str(file), "whole": not found.problems_in_all} | asdict(found))
     else:
-        _tell(folder / STORE_FILE, found)
+        _tell(file, found)
     if found.problems_in_all:
         raise typer.Exit(FAILED)
 
 
-@store.command(epilog=examples("fleet store stats /var/lib/fleet", "fleet store stats /var/lib/fleet --json"))
-def stats(folder: Folder, *, as_json: AsJson = False) -> None:
+@store.command(
+    cls=PlainCommand, epilog=examples("fleet store stats", "fleet store stats /var/lib/fleet --json")
+)
+def stats(folder: Folder = None, *, as_json: AsJson = False) -> None:
     """Count what is in it, and how much room that takes. A head may run on it meanwhile."""
-    try:
-        found = stats_of(folder / STORE_FILE)
-    except LookError as error:
-        fail(str(error))
+    file, found = _look(folder, stats_of)
     if as_json:
-        print_json({"file": str(folder / STORE_FILE)} | asdict(found))
+        print_json({"file": str(file)} | asdict(found))
         return
     print_table(_FACTS, _facts(found))
     tell("")
     rows = [(name, f"{kind.rows:,}", _size(kind.content_bytes)) for name, kind in found.kinds.items()]
     print_table(_KINDS, rows)
+
+
+def _look(folder: Path | None, look: Callable[[Path], T]) -> tuple[Path, T]:
+    """The file that was looked into, and what was seen."""
+    file = (folder or _usual_folder()) / STORE_FILE
+    try:
+        return file, look(file)
+    except LookError as error:
+        fail(f"{error}" if folder else f"{error}; name the head's --data-dir if it has another")
+
+
+def _usual_folder() -> Path:
+    # Takes longer to import than the rest of the command does.
+    from fleet_service.config_sources import ConfigError, load
+    from fleet_service.keeping import folder_of
+
+    try:
+        config = load().config
+    except ConfigError as error:
+        fail(f"the settings cannot be used:\n{error}", WRONG_USE)
+    return folder_of(config.store, config.head.head_id, os.environ)
 
 
 def _tell(file: Path, found: StoreCheck) -> None:

@@ -28,10 +28,17 @@ class HeadGauges:
     books_balance: bool
     ready: bool
     draining: bool
+    store_failing: bool = False
 
 
 def read_gauges(
-    fleet: Fleet, sessions: Sessions, generations: Generations, nodes: Sequence[NodeInfo], *, draining: bool
+    fleet: Fleet,
+    sessions: Sessions,
+    generations: Generations,
+    nodes: Sequence[NodeInfo],
+    *,
+    draining: bool,
+    store_failing: bool,
 ) -> HeadGauges:
     """`nodes` is the picture of the nodes, taken in the same step."""
     usable = [node for node in fleet.nodes if node.usable]
@@ -49,6 +56,7 @@ def read_gauges(
         books_balance=all(node.reservations == node.running + node.queued for node in nodes),
         ready=bool(usable),
         draining=draining,
+        store_failing=store_failing,
     )
 
 

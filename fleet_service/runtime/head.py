@@ -192,7 +192,12 @@ class Head:
     def gauges(self) -> HeadGauges:
         """What it holds now, as numbers; O(nodes)."""
         return read_gauges(
-            self.fleet, self.sessions, self.generations, self.operators.list_nodes(), draining=self._draining
+            self.fleet,
+            self.sessions,
+            self.generations,
+            self.operators.list_nodes(),
+            draining=self._draining,
+            store_failing=self.journal.trouble is not None,
         )
 
     # Sessions. `owner` names the caller, whose alone they are; None = whose ever they are.

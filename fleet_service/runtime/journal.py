@@ -104,16 +104,25 @@ class NoJournal:
 
 
 class StoreJournal:
-    """A Journal that writes to a store. `broken` is called once, when that fails for good."""
+    """A Journal that writes to a store.
+
+    `broken` is called once, when that fails for good; `committed` with the seconds that each commit took.
+    """
 
     keeps = True
 
     def __init__(
-        self, store: SessionStore, durability: Durability, *, broken: Callable[[StoreError], None]
+        self,
+        store: SessionStore,
+        durability: Durability,
+        *,
+        broken: Callable[[StoreError], None],
+        committed: Callable[[float], None] = lambda _took_s: None,
     ) -> None:
         self._store = store
         self._strict = durability is Durability.STRICT
         self._broken = broken
+        self._committed = committed
         self._records: list[Record] = []
         self._logs: dict[str, WrittenLog] = {}
         self._then: list[Callable[[], None]] = []
@@ -247,8 +256,11 @@ class StoreJournal:
         return True
 
     async def _write(self, batch: list[Record]) -> None:
+        clock = asyncio.get_running_loop().time
+        begun_s = clock()
         try:
             await self._store.write(batch)
+            self._committed(clock() - begun_s)
         except StoreError:
             raise
         except Exception as error:

@@ -120,9 +120,10 @@ class Nodes:
         node.fail_running(FailureClass.REMOVED, "removed")
 
     async def let_go(self, node: Node) -> None:
-        """The second half: end its lease, its link and its tasks."""
+        """The second half: end its lease, its link and its tasks. Nothing more is owed to it."""
         await self._end_lease(node)
         await self._stop_tasks([node])
+        node.new_life()
 
     async def stop(self, *, comes_back: bool = False) -> None:
         """Give the nodes what is owed to them, then let go of all. Who dials in from now on is refused.

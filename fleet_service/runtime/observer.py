@@ -80,6 +80,9 @@ class FleetObserver(Protocol):
     def books_checked(self, wrong_nodes: int) -> None:
         """Once a tick: on how many nodes the reservations are not what is queued and running there."""
 
+    def committed(self, took_s: float) -> None:
+        """Changes that are to outlive the head were written, all that were ready in one commit."""
+
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -139,4 +142,7 @@ class NullObserver:
         return
 
     def books_checked(self, wrong_nodes: int) -> None:
+        return
+
+    def committed(self, took_s: float) -> None:
         return

@@ -81,6 +81,9 @@ class Recovery:
                 self._ledger.restore(key, answered.answer, answered.until - now)
         if saved.term:
             log.info("restored", sessions=len(saved.sessions), generations=len(self._unfinished))
+        # It may be much, and whoever opened the store has it still.
+        for done in (saved.sessions, saved.generations, saved.requests, saved.cancels):
+            done.clear()
 
     async def go_on(self) -> None:
         """Drive what had not ended, now that the nodes are being dialed."""

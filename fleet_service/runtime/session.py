@@ -111,6 +111,26 @@ class Binding:
 class Session:
     """One session. Only Head and the attempts of its one generation change it."""
 
+    # There may be very many.
+    __slots__ = (
+        "binding",
+        "context",
+        "created_at",
+        "ephemeral",
+        "finished",
+        "generation_id",
+        "last_used_at",
+        "last_used_s",
+        "number",
+        "owner",
+        "parked",
+        "sampling",
+        "session_id",
+        "spec",
+        "was_bound",
+        "winding_down",
+    )
+
     def __init__(
         self,
         session_id: str,

@@ -266,6 +266,8 @@ def _connect(files: StoreFiles) -> sqlite3.Connection:
         if not version_of(connection) and files.was_used:
             raise FileDamagedError(_USED)
         for pragma in (
+            # Only before there is anything in the file; then housekeeping can give room back to the disk.
+            "auto_vacuum = INCREMENTAL",
             "journal_mode = WAL",
             "temp_store = MEMORY",
             # What is over is not written over, but for what costs nothing.

@@ -27,8 +27,12 @@ _GENERATIONS = 32
 _EXPIRED = 100
 # What is moved at once, in several steps: the more, the fewer rows of `outputs` there are in the end.
 _MOVED_BYTES = 1024 * 1024
-# In between so many batches it is looked for what has had its time.
+# In between so many batches it is looked for what has had its time, and for room to give back.
 _EXPIRY_BATCHES = 1_000
+# Pages of the file that are given back to the disk in one step, and those that stay free for what comes.
+_PAGES = 64
+_FREE_PAGES = 4_096
+_FREE_PART = 4
 
 Transact = Callable[[Callable[[], object]], None]
 
@@ -86,6 +90,7 @@ class Housekeeper:
         if self._batches_to_expiry <= 0:
             self._batches_to_expiry = _EXPIRY_BATCHES
             yield from self._expire()
+            yield from self._shrink()
         self._gone_seen = self._numbers.gone
         yield from self._drop()
         if self._too_much:
@@ -156,6 +161,20 @@ class Housekeeper:
             while self._change((delete, [(now,)])) == _EXPIRED:
                 yield
             yield
+
+    def _shrink(self) -> Iterator[None]:
+        """Give room in the file back, but for a quarter of it and 16 MiB, which will be used again."""
+        while self._free_pages() > _FREE_PAGES + self._one("PRAGMA page_count") // _FREE_PART:
+            self._transact(
+                lambda: self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES})").fetchall()
+            )
+            yield
+
+    def _free_pages(self) -> int:
+        return self._one("PRAGMA freelist_count")
+
+    def _one(self, query: str) -> int:
+        return int(self._connection.execute(query).fetchone()[0])
 
     def _needs(self, number: int, seq: int) -> bool:
         """Whether a generation has tokens in that batch which are nowhere else."""

@@ -77,6 +77,10 @@ class BothFleetObservers:
         self._tracing.books_checked(wrong_nodes)
         self._metrics.books_checked(wrong_nodes)
 
+    def committed(self, took_s: float) -> None:
+        self._tracing.committed(took_s)
+        self._metrics.committed(took_s)
+
 
 class BothGenerationTraces:
     """One generation."""

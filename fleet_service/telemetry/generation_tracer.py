@@ -61,6 +61,9 @@ class GenerationTracer:
     def books_checked(self, wrong_nodes: int) -> None:
         """No span: the head logs it."""
 
+    def committed(self, took_s: float) -> None:
+        """No span: it is of all generations together."""
+
 
 class GenerationSpan:
     """One generation (runtime.observer.GenerationTrace)."""

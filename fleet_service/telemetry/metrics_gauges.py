@@ -30,6 +30,7 @@ class HeadLabels:
 _OF_HEAD: tuple[tuple[str, str, Callable[[HeadGauges], float]], ...] = (
     ("fleet_head_ready", "1 while at least one node can be used", lambda head: head.ready),
     ("fleet_head_draining", "1 once the head was told to stop", lambda head: head.draining),
+    ("fleet_store_failing", "1 while nothing can be kept on disk", lambda head: head.store_failing),
     (
         "fleet_books_balance",
         "1 while on every node the reservations are what is queued and running there",

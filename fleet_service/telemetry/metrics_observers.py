@@ -26,6 +26,7 @@ _WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MEAN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
+_COMMIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOTAL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -131,7 +132,7 @@ class _Counts:
 
 
 class _Times:
-    """The histograms of generations, in seconds."""
+    """The histograms of generations and commits, in seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
@@ -171,6 +172,11 @@ class _Times:
             "From the acceptance of a generation to its end",
             _TOTAL_BUCKETS_S,
         )
+        self.commits = histogram(
+            "fleet_store_commit_seconds",
+            "Commits of what is to outlive the head, each of all that was ready",
+            _COMMIT_BUCKETS_S,
+        )
 
 
 class GenerationMeter:
@@ -191,6 +197,9 @@ class GenerationMeter:
     def books_checked(self, wrong_nodes: int) -> None:
         if wrong_nodes:
             self.counts.imbalances.inc()
+
+    def committed(self, took_s: float) -> None:
+        self.times.commits.observe(took_s)
 
 
 class MeteredGeneration:

@@ -160,6 +160,9 @@ class Stories:
     def books_checked(self, wrong_nodes: int) -> None:
         return
 
+    def committed(self, took_s: float) -> None:
+        return
+
     # For tellers
 
     def tell(self, story: Story, what: What) -> None:

@@ -73,6 +73,27 @@ def finished(reason: str = "LENGTH", **more: Any) -> fleet.GenerationEvent:
     return fleet.GenerationEvent(finished=done)
 
 
+def on_branch(branch: int, *events: fleet.GenerationEvent) -> list[fleet.GenerationEvent]:
+    """The events as a head gives them that began that branch."""
+    for event in events:
+        event.branch = branch
+    return list(events)
+
+
+DATA_LOSS = Refuse(
+    code_pb2.DATA_LOSS,
+    "the head lost what it had of generation g1 from index 2 on; attach there, without the rest",
+    reason="DATA_LOSS",
+    metadata={"generationId": "g1", "nextIndex": "2", "branch": "1"},
+)
+HEAD_DRAINING = Refuse(
+    code_pb2.UNAVAILABLE,
+    "the head is shutting down; attach again at index 1 once it is back",
+    reason="HEAD_DRAINING",
+    metadata={"nextIndex": "1"},
+)
+
+
 @dataclass
 class ScriptedHead:
     """`streams` are played in order, one per call; `replies` by method. `calls` keeps every request.

@@ -22,7 +22,17 @@ from fleet.v1.fleet_service_pb2 import (
     GetSessionRequest,
 )
 from fleet_service.client import CallError, FleetClient, NoAnswerError, Reattached, UnreachableError
-from tests.cli.scripted_head import CONNECTION_LOST, Refuse, ScriptedHead, accepted, finished, tokens
+from tests.cli.scripted_head import (
+    CONNECTION_LOST,
+    DATA_LOSS,
+    HEAD_DRAINING,
+    Refuse,
+    ScriptedHead,
+    accepted,
+    finished,
+    on_branch,
+    tokens,
+)
 
 
 @pytest.fixture
@@ -150,16 +160,23 @@ async def test_an_unavailable_with_a_reason_is_no_lost_connection(
 async def test_a_stream_goes_on_after_a_head_that_is_shut_down_and_comes_back(
     head: ScriptedHead, client: FleetClient
 ) -> None:
-    leaves = Refuse(code_pb2.UNAVAILABLE, "the head is shutting down", reason="HEAD_DRAINING")
     head.streams = [
-        [accepted("g7"), tokens(0, 10), leaves],
-        [leaves],
+        [accepted("g7"), tokens(0, 10), HEAD_DRAINING],
+        [HEAD_DRAINING],
+        [CONNECTION_LOST],
         [accepted("g7"), tokens(1, 11), finished()],
     ]
     assert ids(await received(client.generate(GenerateRequest()))) == [10, 11]
-    head.streams = [[leaves]]  # before it was accepted, there is nothing to come back to
+    head.streams = [[HEAD_DRAINING]]  # before it was accepted, there is nothing to come back to
     with pytest.raises(CallError, match="HEAD_DRAINING"):
         await received(client.generate(GenerateRequest()))
+
+
+async def test_attaching_waits_for_a_head_that_is_away(head: ScriptedHead, client: FleetClient) -> None:
+    head.streams = [[HEAD_DRAINING], [CONNECTION_LOST], [accepted(), tokens(5, 15), finished()]]
+    assert ids(await received(client.attach("g1", 5, branch=2))) == [15]
+    attached = [(call.from_index, call.branch) for call in head.requests("AttachGeneration")]
+    assert attached == [(5, 2), (5, 2), (5, 2)]
 
 
 async def test_a_lost_stream_goes_on_at_the_next_index_and_nothing_shows_twice(
@@ -210,3 +227,31 @@ async def test_attaching_starts_at_the_index_asked_for(head: ScriptedHead, clien
     head.streams = [[accepted(), tokens(5, 15), finished()]]
     assert ids(await received(client.attach("g1", 5))) == [15]
     assert head.requests("AttachGeneration")[0].from_index == 5
+
+
+async def test_the_branch_of_the_newest_event_is_sent_when_a_stream_is_taken_up_again(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    head.streams = [
+        [accepted(), tokens(0, 10), CONNECTION_LOST],
+        [*on_branch(2, accepted()), CONNECTION_LOST],
+        [*on_branch(3, accepted(), tokens(1, 11)), CONNECTION_LOST],
+        on_branch(3, accepted(), tokens(2, 12), finished()),
+        on_branch(3, accepted(), tokens(5, 15), finished()),
+    ]
+    assert ids(await received(client.generate(GenerateRequest()))) == [10, 11, 12]
+    assert ids(await received(client.attach("g1", 5, branch=1))) == [15]
+    attached = [(call.from_index, call.branch) for call in head.requests("AttachGeneration")]
+    assert attached == [(1, 0), (1, 2), (2, 3), (5, 1)]
+
+
+async def test_a_loss_of_tokens_is_told_with_the_index_up_to_which_they_are_right(
+    head: ScriptedHead, client: FleetClient
+) -> None:
+    head.streams = [[accepted(), tokens(0, 10, 11, 12), CONNECTION_LOST], [DATA_LOSS]]
+    got: list[GenerationEvent] = []
+    with pytest.raises(CallError, match="DATA_LOSS") as caught:
+        await received(client.generate(GenerateRequest()), got)
+    assert ids(got) == [10, 11, 12]
+    assert caught.value.metadata["nextIndex"] == "2"
+    assert len(head.requests("AttachGeneration")) == 1

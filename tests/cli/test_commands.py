@@ -15,11 +15,15 @@ from fleet.v1.types_pb2 import CapacityReport, Model
 from tests.cli.conftest import Fleet, start_fleet
 from tests.cli.scripted_head import (
     CONNECTION_LOST,
+    DATA_LOSS,
+    HEAD_DRAINING,
     Hang,
     Refuse,
     ScriptedHead,
+    Step,
     accepted,
     finished,
+    on_branch,
     tokens,
 )
 
@@ -174,6 +178,38 @@ async def test_generate_takes_a_lost_connection_up_again(head: ScriptedHead, fle
     assert ended.code == 0
     assert ended.out.split() == ["10", "11"]
     assert "connection lost (Socket closed); going on at index 1" in ended.err
+
+
+async def test_generate_goes_on_when_the_head_ends_and_comes_back_on_another_branch(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    head.streams = [
+        [accepted(), tokens(0, 10), HEAD_DRAINING],
+        [*on_branch(1, accepted(), tokens(1, 11)), CONNECTION_LOST],
+        on_branch(1, accepted(), tokens(2, 12), finished()),
+    ]
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1", "--json")
+    assert ended.code == 0
+    events = [json.loads(line) for line in ended.out.splitlines()]
+    assert [event.get("branch") for event in events] == [None, None, 1, 1, 1]
+    assert events[2] == {"event": "tokens", "branch": 1, "first_index": 1, "token_ids": [11]}
+    assert "connection lost (the head is shutting down); going on at index 1" in ended.err
+    assert [call.branch for call in head.requests("AttachGeneration")] == [0, 1]
+
+
+async def test_generate_says_up_to_where_the_answer_is_right_when_the_head_lost_tokens(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    cut_off: list[Step] = [accepted(), tokens(0, 10, 11, 12), CONNECTION_LOST]
+    head.streams = [cut_off, [DATA_LOSS], cut_off, [DATA_LOSS]]
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1")
+    assert (ended.code, ended.out) == (1, "10 11 12\n")
+    told = "the first 2 above are right, those from index 2 on may not be [DATA_LOSS]"
+    assert ended.err.splitlines()[1:] == [f"fleet: the head lost tokens that it gave: {told}"]
+    ended = await fleet("generate", "--model", "demo", "--tokens", "1", "--json")
+    assert ended.code == 1
+    error = json.loads(ended.err.splitlines()[-1])["error"]
+    assert (error["reason"], error["metadata"]["nextIndex"]) == ("DATA_LOSS", "2")
 
 
 async def test_ctrl_c_cancels_the_generation_and_exits_with_130(head: ScriptedHead) -> None:

@@ -32,6 +32,8 @@ COMMANDS = [
     ["sessions", "cancel"],
     ["token"],
     ["access", "add"],
+    ["store", "check"],
+    ["store", "stats"],
     ["generate"],
     ["explain"],
     ["doctor"],

@@ -32,7 +32,7 @@ from fleet.v1.fleet_service_pb2 import (
 from fleet.v1.types_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH
 from fleet_service.app import Addresses, StartError, StopRequest, serve
 from fleet_service.client import CallError, FleetClient, UnreachableError
-from fleet_service.config import FleetConfig, ListenConfig
+from fleet_service.config import FleetConfig, ListenConfig, StoreConfig
 from node_stub.reference import StubModel, reference_tokens
 from tests.cli.conftest import Ended
 
@@ -418,12 +418,15 @@ async def test_a_head_can_be_served_in_process_and_again() -> None:
         await serving
 
 
-async def test_a_generation_longer_than_the_grace_ends_as_cancelled(tmp_path: Path) -> None:
+async def test_where_nothing_is_kept_a_generation_longer_than_the_grace_ends_as_cancelled(
+    tmp_path: Path,
+) -> None:
     async with Children(tmp_path) as children:
         _, address = await start_node(children, "a")
         stop = StopRequest()
         ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
-        config = ANY_PORTS.model_copy(update={"nodes": (address,)})
+        nothing_kept = StoreConfig(durability="memory")
+        config = ANY_PORTS.model_copy(update={"nodes": (address,), "store": nothing_kept})
         serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
         where = await ready
         received: list[int] = []

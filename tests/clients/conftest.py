@@ -10,8 +10,10 @@ import pytest
 import pytest_asyncio
 
 from examples.processes import Children, command_of
+from fleet.v1 import fleet_service_pb2 as pb
 from fleet_service.client import FleetClient
 from tests.certificates import Authority
+from tests.cli.scripted_head import ScriptedHead, scripted_head
 from tests.clients.support import PROMPT, ClientRun, Fleet, Wire
 from tests.clients.toolchains import command_for
 
@@ -29,8 +31,9 @@ class Guard:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Children(tmp_path_factory.mktemp("fleet")) as children:
-        fleet = Fleet(children)
+    folder = tmp_path_factory.mktemp("fleet")
+    async with Children(folder) as children:
+        fleet = Fleet(children, folder / "data")
         for name in ("a", "b"):
             await fleet.start_node(name)
         await fleet.start_head()
@@ -41,6 +44,8 @@ async def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 async def fleet_and_eye(shared_fleet: Fleet) -> AsyncIterator[tuple[Fleet, FleetClient]]:
     """The fleet, all up and with nothing left of it at the end, and what looks at it."""
     async with FleetClient(shared_fleet.callers, shared_fleet.admin) as eye:
+        if shared_fleet.head is None or not shared_fleet.head.alive:
+            await shared_fleet.start_head()
         await shared_fleet.uncordon(eye)
         await shared_fleet.until_up(eye)
         yield shared_fleet, eye
@@ -57,7 +62,7 @@ async def guard(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guard
         add = ["access", "add", "caller", "--may", "call", "--file", str(access), "--token-file", str(token)]
         added, _ = await children.start("access", [command_of("fleet"), *add], "")
         assert await added.process.wait() == 0
-        fleet = Fleet(children)
+        fleet = Fleet(children, folder / "data")
         await fleet.start_node("guarded")
         tls = (f"callers_tls.cert_file={pair.cert}", f"callers_tls.key_file={pair.key}")
         flags = [part for each in (*tls, f"access_file={access}") for part in ("--set", each)]
@@ -79,6 +84,14 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     yield begin
     for run in runs:
         await run.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def scripted() -> AsyncIterator[ScriptedHead]:
+    """A head that answers what the test tells it to."""
+    async with scripted_head() as script:
+        script.replies["FinishSession"] = pb.FinishSessionResponse()
+        yield script
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import struct
 import time
@@ -43,30 +44,43 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.02)
 
 
+def _quiet_address() -> str:
+    return f"127.0.0.1:{quiet_port()}"
+
+
 @dataclass
 class Fleet:
     """Stub nodes and a head; `client` is what the test itself asks with."""
 
     children: Children
+    data: Path
+    """Where the head keeps what it has."""
     nodes: dict[str, Child] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     head: Child | None = None
-    callers: str = ""
-    admin: str = ""
+    callers: str = field(default_factory=_quiet_address)
+    admin: str = field(default_factory=_quiet_address)
 
     async def start_node(self, name: str) -> None:
         """Start a node, or start it again where it was."""
-        address = self.addresses.setdefault(name, f"127.0.0.1:{quiet_port()}")
+        address = self.addresses.setdefault(name, _quiet_address())
         command = [command_of("fleet-node"), "--listen", address, "--identity", name, "--model", MODEL.name]
         command += ["--decode-rate", str(DECODE_RATE), "--grace", "0"]
         self.nodes[name], _ = await self.children.start(name, command, f"fleet-node: {name} on ")
 
     async def start_head(self, *flags: str) -> None:
-        command = [command_of("fleet"), "serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+        """Start the head, or start it again where it was."""
+        command = [command_of("fleet"), "serve", "--listen", self.callers, "--admin-listen", self.admin]
+        command += ["--data-dir", str(self.data), "--shutdown-grace", "0"]
         command += [f"--node={address}" for address in self.addresses.values()]
-        self.head, line = await self.children.start("head", [*command, *flags], "fleet: serving")
-        words = line.replace(",", "").split()
-        self.callers, self.admin = words[words.index("callers") + 2], words[words.index("admin") + 2]
+        self.head, _ = await self.children.start("head", [*command, *flags], "fleet: serving")
+
+    async def end_head(self, how: signal.Signals) -> None:
+        """SIGKILL: at once; SIGTERM: in order."""
+        assert self.head is not None
+        self.head.process.send_signal(how)
+        async with asyncio.timeout(PATIENCE_S):
+            await self.head.process.wait()
 
     def log(self) -> str:
         """What the head has said."""

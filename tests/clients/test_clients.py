@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from fleet_service.client import FleetClient
 from tests.certificates import Authority
+from tests.cli.scripted_head import (
+    CONNECTION_LOST,
+    DATA_LOSS,
+    HEAD_DRAINING,
+    ScriptedHead,
+    accepted,
+    finished,
+    on_branch,
+    tokens,
+)
 from tests.clients.conftest import Guard, Start
 from tests.clients.support import DECODE_RATE, Fleet, Wire, expected, until
 from tests.clients.toolchains import LANGUAGES
@@ -80,6 +91,46 @@ async def test_a_node_and_the_connection_may_go_at_once(
     await fleet.start_node(victim)
     assert (ended.code, ended.tokens) == (WHOLE, expected(LONG))
     assert ended.went_on_at
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_head_that_ends_and_is_started_again_costs_the_client_no_token(
+    language: str, fleet_and_eye: FleetAndEye, start: Start, how: signal.Signals
+) -> None:
+    fleet, _ = fleet_and_eye
+    run = await start(language, fleet.callers, "--max-tokens", str(LONG))
+    await run.until_tokens(20)
+    await fleet.end_head(how)
+    await fleet.start_head()
+    ended = await run.end()
+    assert (ended.code, ended.tokens) == (WHOLE, expected(LONG))
+    assert sorted(ended.went_on_at) == ended.went_on_at
+    assert ended.went_on_at[0] >= 20
+
+
+async def test_the_branch_of_the_newest_event_is_sent_when_a_stream_is_taken_up(
+    language: str, scripted: ScriptedHead, start: Start
+) -> None:
+    scripted.streams = [
+        [accepted(), tokens(0, 10), HEAD_DRAINING],
+        [*on_branch(1, accepted(), tokens(1, 11)), CONNECTION_LOST],
+        on_branch(1, accepted(), tokens(2, 12), finished(output_tokens=3)),
+    ]
+    ended = await (await start(language, scripted.address)).end()
+    assert (ended.code, ended.tokens) == (WHOLE, [10, 11, 12])
+    attached = scripted.requests("AttachGeneration")
+    assert [(each.from_index, each.branch) for each in attached] == [(1, 0), (2, 1)]
+
+
+async def test_a_loss_of_tokens_is_told_with_the_index_up_to_which_they_are_right(
+    language: str, scripted: ScriptedHead, start: Start
+) -> None:
+    scripted.streams = [[accepted(), tokens(0, 10, 11, 12), CONNECTION_LOST], [DATA_LOSS]]
+    ended = await (await start(language, scripted.address)).end()
+    assert (ended.code, ended.tokens) == (REFUSED, [10, 11, 12])
+    assert "refused: DATA_LOSS: " in ended.notes
+    assert "\n  nextIndex = 2\n" in ended.notes
+    assert len(scripted.requests("AttachGeneration")) == 1
 
 
 @pytest.mark.parametrize(

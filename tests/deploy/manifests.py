@@ -88,8 +88,10 @@ def flag(words: list[str], name: str) -> str:
 
 
 def mounts(workload: Object) -> dict[str, Object]:
-    """Each volume by where it is mounted."""
+    """Each volume by where it is mounted; those that are claimed for each pod have a `claim`."""
     volumes = {each["name"]: each for each in pod_of(workload)["volumes"]}
+    for claim in workload["spec"].get("volumeClaimTemplates", ()):
+        volumes[claim["metadata"]["name"]] = {"name": claim["metadata"]["name"], "claim": claim["spec"]}
     return {each["mountPath"]: volumes[each["name"]] for each in container_of(workload)["volumeMounts"]}
 
 

@@ -16,7 +16,9 @@ import yaml
 
 from fleet_service import __version__
 from fleet_service.addresses import ADMIN_PORT, CALLERS_PORT, METRICS_PORT, NODE_PORT, split_address
+from fleet_service.config import StoreConfig
 from fleet_service.config_sources import load
+from fleet_service.keeping import folder_of
 from tests.commandlines import unknown_words
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,7 @@ def test_the_head_s_flags_make_settings_that_are_accepted() -> None:
         "--node": "nodes",
         "--otlp-endpoint": "telemetry.otlp_endpoint",
         "--insecure-no-auth": "insecure_no_auth",
+        "--data-dir": "store.folder",
     }
     values = {names[flag]: (flag, value or True) for flag, value in given.items()}
     config = load(flags=values, environ={}).config
@@ -105,6 +108,22 @@ def test_the_head_s_flags_make_settings_that_are_accepted() -> None:
     assert config.telemetry.otlp_endpoint.removeprefix("http://").partition(":")[0] in SERVICES
     stop_s = int(SERVICES["head"]["stop_grace_period"].removesuffix("s"))
     assert stop_s >= config.shutdown_grace_s + 5
+
+
+def test_what_the_head_keeps_outlives_its_container() -> None:
+    folder = dict(flags_of(SERVICES["head"]))["--data-dir"]
+    (volume,) = [each for each in SERVICES["head"]["volumes"] if each.endswith(f":{folder}")]
+    assert volume.partition(":")[0] in COMPOSE["volumes"]
+    # It is the only place that the head can write to, and a new volume gets its owner from the image.
+    assert SERVICES["head"]["read_only"]
+    (user,) = re.findall(r"^USER (\d+):\1$", DOCKERFILE, re.MULTILINE)
+    assert f"RUN install -d -o {user} -g {user} -m 0700 {folder}\n" in DOCKERFILE
+
+
+def test_without_a_setting_a_head_of_the_image_keeps_what_it_has_in_the_same_folder() -> None:
+    environ = dict(re.findall(r"^ENV (STATE_DIRECTORY)=(\S+)$", DOCKERFILE, re.MULTILINE))
+    folder = folder_of(StoreConfig(), "head-1", environ)
+    assert str(folder) == dict(flags_of(SERVICES["head"]))["--data-dir"]
 
 
 def test_nodes_listen_where_the_head_dials_and_keep_their_names() -> None:
@@ -126,8 +145,9 @@ def test_containers_depend_on_ones_that_there_are_and_mount_folders_that_exist()
         assert set(service.get("depends_on", ())) <= set(SERVICES)
         for volume in service.get("volumes", ()):
             folder, _, rest = volume.partition(":")
-            assert (ROOT / "deploy" / folder).is_dir()
-            assert rest.endswith(":ro")
+            if folder not in COMPOSE["volumes"]:
+                assert (ROOT / "deploy" / folder).is_dir()
+                assert rest.endswith(":ro")
         if "build" in service:
             assert service["image"] == f"fleet-head:{__version__}"
             assert (ROOT / "deploy" / service["build"]["context"]).resolve() == ROOT

@@ -40,6 +40,8 @@ MIB = 1024 * 1024
 TOKEN_BYTES = 4
 HEAD_BYTES = 512 * MIB
 """What a head takes beside its tokens, with room to spare."""
+KEPT_CONTEXT_BYTES, KEPT_OUTPUT_BYTES = 5, 64
+"""Of a token on disk, at most; an answer's has part of what belongs to the answer."""
 DNS_KEPT_S = 30
 """How long a cluster's DNS keeps its answers, as it is usually set."""
 PORTS = {
@@ -147,7 +149,8 @@ def test_secrets_are_for_the_owner_alone_and_followed_when_they_change(workload:
     assert {secret["defaultMode"] for secret in secrets} == {0o400}
     # By their group, since they belong to root.
     assert pod_of(workload)["securityContext"]["fsGroup"]
-    mounted = container_of(workload)["volumeMounts"]
+    places = [place for place, volume in mounts(workload).items() if "claim" not in volume]
+    mounted = [each for each in container_of(workload)["volumeMounts"] if each["mountPath"] in places]
     assert all(each["readOnly"] and "subPath" not in each for each in mounted)
 
 
@@ -262,6 +265,32 @@ def test_the_monitor_finds_the_metrics_under_the_job_of_the_alerts(tmp_path: Pat
 
 
 # ------------------------------------------------------------------------------- life and death of a pod
+
+
+def test_what_the_head_keeps_is_on_a_volume_that_outlives_its_pod() -> None:
+    store = settings_of(HEAD).config.store
+    assert store.durability == "strict"
+    volume = mounts(HEAD)[store.folder]
+    # Of one machine at a time, as the head is one.
+    assert volume["claim"]["accessModes"] == ["ReadWriteOnce"]
+    (mounted,) = [each for each in container_of(HEAD)["volumeMounts"] if each["name"] == volume["name"]]
+    assert mounted == {"name": volume["name"], "mountPath": store.folder}
+    # A new volume is root's; its group may write to it.
+    pod = pod_of(HEAD)["securityContext"]
+    assert pod["fsGroup"] == pod["runAsGroup"]
+    # Kept unless somebody deletes it, as the page about them says how.
+    assert "persistentVolumeClaimRetentionPolicy" not in HEAD["spec"]
+    claim = f"{volume['name']}-{HEAD['metadata']['name']}-0"
+    assert f"`{claim}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_all_that_the_head_may_keep_fits_onto_its_volume() -> None:
+    config = settings_of(HEAD).config
+    size = mounts(HEAD)[config.store.folder]["claim"]["resources"]["requests"]["storage"]
+    assert size.endswith("Gi")
+    context, output = config.head.max_total_context_tokens, config.head.max_finished_tokens
+    needed = KEPT_CONTEXT_BYTES * context + KEPT_OUTPUT_BYTES * output
+    assert 2 * needed <= int(size.removesuffix("Gi")) * 1024 * MIB
 
 
 def test_the_head_has_the_time_to_end_in_order() -> None:

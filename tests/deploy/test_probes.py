@@ -33,6 +33,7 @@ from tests.ports import quiet_port
 SERVING = health_pb2.HealthCheckResponse.SERVING
 PATIENCE_S = 60.0
 SECRETS = "/etc/fleet"
+VOLUME = "/var/lib/fleet"
 TLS_NAME = "fleet-nodes"
 
 
@@ -45,13 +46,17 @@ class Running:
 
 
 class Cluster:
-    """Runs what the containers of the manifests run. `secrets` is what they have at /etc/fleet."""
+    """Runs what the containers of the manifests run. `secrets` is what they have at /etc/fleet.
+
+    What is to be at /var/lib/fleet is in `volume`.
+    """
 
     def __init__(self, objects: list[Object], children: Children, secrets: Path) -> None:
         self.head = named(objects, "StatefulSet", "fleet-head")
         self.node = named(objects, "StatefulSet", "fleet-node")
         self._children = children
         self._secrets = secrets
+        self.volume = secrets.with_name("volume")
 
     async def make_secrets(self) -> None:
         """As the page about the manifests tells to."""
@@ -80,12 +85,14 @@ class Cluster:
     async def _start(self, workload: Object, more: list[str], ready: str) -> str:
         program, *words = map(self._placed, command_line(workload))
         variables = [f"{each['name']}={each['value']}" for each in container_of(workload).get("env", ())]
-        command = ["env", *map(self._placed, variables), command_of(program), *words, *more]
+        # The manifests say where it keeps what it has.
+        variables = ["--unset=FLEET_STORE__FOLDER", *map(self._placed, variables)]
+        command = ["env", *variables, command_of(program), *words, *more]
         _, line = await self._children.start(workload["metadata"]["name"], command, ready)
         return line
 
     def _placed(self, text: str) -> str:
-        return text.replace(SECRETS, str(self._secrets))
+        return text.replace(SECRETS, str(self._secrets)).replace(VOLUME, str(self.volume))
 
 
 async def health(address: str, service: str, credentials: grpc.ChannelCredentials | None = None) -> int:
@@ -142,6 +149,7 @@ async def test_a_head_is_ready_without_nodes_and_usable_once_a_node_is(
     await cluster.start_node(node_at)
     assert await answers(cluster.node, {"node": node_at}) == all_serving
     await until_serving(head.callers)
+    assert (cluster.volume / "head.db").is_file()
 
 
 @pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")

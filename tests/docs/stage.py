@@ -83,6 +83,7 @@ class Stage:
         self.folder = folder
         self.servers: list[Server] = []
         self._is_default = False
+        self._heads = 0
         self._ports = {str(port): str(quiet_port()) for port in (*range(8454, 8460), 8464, 8474)}
         for each in ROOT.iterdir():
             if each.name not in {"build", "dist", "gen"}:
@@ -175,6 +176,7 @@ class Stage:
             for server in [each for each in self.servers if each.program == "fleet"]:
                 server.stop()
                 self.servers.remove(server)
+            self._heads += 1
             for flag, port in (("--listen", "8455"), ("--admin-listen", "8456")):
                 command += "" if f"{flag} " in command else f" {flag} 127.0.0.1:{port}"
         elif "--listen" not in command and "--join" not in command:
@@ -221,6 +223,8 @@ class Stage:
         return clean | {
             "PATH": f"{ROOT / '.venv' / 'bin'}:{clean['PATH']}",
             "HOME": str(self.folder),
+            # Each head begins with nothing; what looks into a store sees the last one's.
+            "XDG_STATE_HOME": str(self.folder / f"state-{self._heads}"),
             "PYTHONUNBUFFERED": "1",
             "FLEET_ADDRESS": f"127.0.0.1:{self._ports['8455']}",
             "FLEET_ADMIN_ADDRESS": f"127.0.0.1:{self._ports['8456']}",

@@ -14,6 +14,7 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
+from fleet_service.runtime.store import StoreError, StoreTrouble
 from tests.e2e.callers import Reading, complete, cordon, generate, open_session, read_all
 from tests.e2e.harness import MODEL, HeadServer, World, prompt
 from tests.e2e.local_nodes import LocalNode, local_node
@@ -276,6 +277,30 @@ async def _complete_drains(stage: Stage) -> Refused:
     return await refusal_of(complete(stage.server, prompt(5), 4))
 
 
+def cannot_keep(stage: Stage) -> None:
+    """From now on nothing can be written to the head's disk."""
+    full = StoreError(StoreTrouble.FULL, "no space is left")
+    stage.server.head.journal.trouble = full  # type: ignore[misc]
+
+
+@case("CreateSession", "STORE_UNAVAILABLE")
+async def _create_on_a_full_disk(stage: Stage) -> Refused:
+    cannot_keep(stage)
+    return await refusal_of(stage.fleet.CreateSession(pb.CreateSessionRequest(spec=SPEC)))
+
+
+@case("AppendTokens", "STORE_UNAVAILABLE")
+async def _append_on_a_full_disk(stage: Stage) -> Refused:
+    cannot_keep(stage)
+    return await refusal_of(stage.fleet.AppendTokens(pb.AppendTokensRequest(session_id=ID, token_ids=[5])))
+
+
+@case("Generate", "STORE_UNAVAILABLE")
+async def _generate_on_a_full_disk(stage: Stage) -> Refused:
+    cannot_keep(stage)
+    return await refusal_of(generate(stage.server, ID, 4))
+
+
 @case("Generate", "SESSION_PARKED")
 async def _generate_parked(stage: Stage) -> Refused:
     await stage.fleet.ParkSession(pb.ParkSessionRequest(session_id=ID))
@@ -327,6 +352,18 @@ async def _too_many_readers(stage: Stage) -> Refused:
     stage.readings.append(Reading(stage.fleet.AttachGeneration(request)))
     await stage.readings[-1].until_tokens(3)
     return await refusal_of(stage.fleet.AttachGeneration(request))
+
+
+@case("AttachGeneration", "DATA_LOSS")
+async def _has_what_the_head_lost(stage: Stage) -> Refused:
+    log = stage.server.head.find_generation(GENERATION).log
+    log.cut(1)
+    request = pb.AttachGenerationRequest(generation_id=GENERATION, from_index=log.visible + 1)
+    error = await refusal_of(stage.fleet.AttachGeneration(request))
+    assert (error.metadata["nextIndex"], error.metadata["branch"]) == (str(log.visible), "1")
+    there = pb.AttachGenerationRequest(generation_id=GENERATION, from_index=log.visible)
+    assert {response.event.branch async for response in stage.fleet.AttachGeneration(there)} == {1}
+    return error
 
 
 @case("CancelGeneration", "LIMIT_EXCEEDED")

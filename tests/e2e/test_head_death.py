@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -10,6 +12,7 @@ import pytest
 
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet_service.client import FleetClient, decode_error
+from fleet_service.stores.sqlite_files import STORE_FILE
 from tests.e2e.restarts import (
     PATIENCE_S,
     Durable,
@@ -152,6 +155,31 @@ async def test_relaxed_an_answer_goes_on_exactly_from_where_it_is_sure(durable: 
         assert await follower.ended() == expected(follower.context, LONG), follower.generation_id
     assert sum(follower.lost for follower in followers)
     assert followers[-1].branch == 3
+    await durable.ends_quiet()
+
+
+async def test_a_head_that_is_started_on_a_copy_tells_readers_what_is_sure(durable: Durable) -> None:
+    await durable.node("a", rate=40)
+    await durable.start()
+    client = await durable.client()
+    await open_session(client, "s-7", [7, 7, 9, 8])
+    follower = Follower(client, 7)
+    await follower.until_tokens(10)
+    folder, copy = durable.folder / "data", durable.folder / "copy.db"
+    with closing(sqlite3.connect(folder / STORE_FILE)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    had = len(follower.tokens)
+    await follower.until_tokens(had + 10)
+    await durable.kill()
+    for part in folder.glob(f"{STORE_FILE}*"):
+        part.unlink()
+    copy.rename(folder / STORE_FILE)
+    await durable.start()
+    client = await durable.client()
+    await follower.goes_on(client)
+    assert await follower.ended() == expected(follower.context, LONG)
+    assert follower.lost >= 9
+    assert follower.branch == 1
     await durable.ends_quiet()
 
 

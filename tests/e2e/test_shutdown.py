@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from fleet_service.app import Addresses, StopRequest, serve
-from fleet_service.config import FleetConfig, ListenConfig, LogConfig
+from fleet_service.config import FleetConfig, ListenConfig, LogConfig, StoreConfig
 from tests.e2e.callers import Reading, read_all
 from tests.e2e.harness import MODEL, PATIENCE_S, NodeProcess, World, expected, prompt
 from tests.e2e.refused import refusal_of
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SPEC = pb.SessionSpec(model=MODEL.name)
+# Otherwise what has not ended stays on its node, for the head's next run: test_head_restart_answers.
+NOTHING_KEPT = StoreConfig(durability="memory")
 FLEET_SERVICE = "fleet.v1.FleetService"
 
 
@@ -61,12 +63,15 @@ class Served:
 
 
 @asynccontextmanager
-async def served(grace_s: float, *nodes: NodeProcess) -> AsyncIterator[Served]:
+async def served(
+    grace_s: float, *nodes: NodeProcess, store: StoreConfig | None = None
+) -> AsyncIterator[Served]:
     config = FleetConfig(
         nodes=tuple(node.address for node in nodes),
         shutdown_grace_s=grace_s,
         listen=ListenConfig(callers="127.0.0.1:0", admin="127.0.0.1:0"),
         log=LogConfig(level="warning"),
+        store=store or StoreConfig(),
     )
     stop = StopRequest()
     where: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
@@ -137,9 +142,11 @@ async def test_running_and_waiting_answers_end_and_new_work_is_refused(world: Wo
     await holds_nothing(node)
 
 
-async def test_answers_that_outlast_the_grace_are_cancelled_and_told_so(world: World) -> None:
+async def test_where_nothing_is_kept_answers_that_outlast_the_grace_are_cancelled_and_told_so(
+    world: World,
+) -> None:
     nodes = await world.start_nodes(2, "--decode-rate", "50")
-    async with served(0.5, *nodes) as head:
+    async with served(0.5, *nodes, store=NOTHING_KEPT) as head:
         long_ones = [head.ask(2000, salt) for salt in range(4)]
         for reading in long_ones:
             await reading.until_tokens(3)
@@ -157,7 +164,7 @@ async def test_answers_that_outlast_the_grace_are_cancelled_and_told_so(world: W
 
 async def test_asked_twice_it_stops_at_once(world: World) -> None:
     node = await world.node("node-1", "--decode-rate", "50")
-    async with served(600.0, node) as head:
+    async with served(600.0, node, store=NOTHING_KEPT) as head:
         reading = head.ask(2000)
         await reading.until_tokens(3)
         head.stop.ask()

@@ -325,6 +325,8 @@ class FleetChecks:
     def check_kept(self, store: SimStore) -> None:
         """After the last head has ended in order: what is kept is what was."""
         saved = store.saved
+        if saved.torn:
+            self._oracle.violation("the last head has ended in order, and its end may be lost")
         orders = [name for name, order in saved.marks.items() if order.mark != ENDED]
         if saved.sessions or saved.revokes or orders:
             self._oracle.violation(f"still kept: {list(saved.sessions)}, {list(saved.revokes)}, {orders}")

@@ -29,12 +29,14 @@ _KEPT_FOR_S = 200.0
 """Where heads keep what they did, no clock is so much behind that it is forgotten when the next is right."""
 _STARTED_AGAIN_S = 0.5
 """How long after a head could not begin it is started again."""
+_STRICT_BETWEEN = 0.25
+"""Of the heads after the first where they are RELAXED, those that an operator has start as STRICT."""
 
 
 class Heads:
     """`head` is the one that lives, None between two. `up` is set while there is one that takes calls.
 
-    `store` None: nothing outlives a head.
+    `store` None: nothing outlives a head. `relaxed`: they may tell of what is not kept yet.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class Heads:
         oracle: Oracle,
         rng: random.Random,
         store: SimStore | None = None,
+        *,
+        relaxed: bool = False,
     ) -> None:
         self.store = store
+        self.relaxed = relaxed
         self._settings = settings
         self._network = network
         self._machines = machines
@@ -57,6 +62,7 @@ class Heads:
         self._own: set[asyncio.Task[object]] = set()
         self._died_s: float | None = None
         self._journal: StoreJournal | None = None
+        self._access: Access | None = None
         self.since_s = 0.0  # when the head that lives had tried its nodes
         self.behind_s = 0.0  # of its clock
         self._starting: asyncio.Task[None] | None = None
@@ -64,8 +70,11 @@ class Heads:
         self.head: Head | None = None
         self.up = asyncio.Event()
         self.forgotten: Callable[[], None] = lambda: None  # called when a head's memory is gone
+        self.lost: Callable[[float], None] = lambda _kept_s: None  # and then; what was put before that is kept
         self.immortal = False  # when the story is over
         self.killed_soon: list[tuple[float, float]] = []  # in the starts to come: after so long, down for
+        if store is not None:
+            store.ran_for, store.fails = oracle.ran_for, self._nothing_can_be_kept
 
     def owns(self, task: asyncio.Task[object]) -> None:
         """It is the world's: it outlives heads."""
@@ -75,13 +84,13 @@ class Heads:
     async def start(self, behind_s: float = 0.0) -> None:
         """A head with what is kept, if anything, that dials the nodes."""
         loop = self._network.loop
-        access, saved = None, None
+        access, saved, durability = None, None, self._next_durability()
         if self.store is not None:
-            access = self.store.open_for_head()
+            access = self.store.open_for_head(tells_ahead=durability is Durability.RELAXED)
             saved = await access.open()
-        head = self._make(behind_s, access, saved)
+        head = self._make(behind_s, access, saved, durability)
         if access is not None and saved is not None and self._journal is not None:
-            await access.take_term(head.fleet.term, head.branch)
+            await access.take_term(head.fleet.term, head.branch, tells_ahead=self._journal.tells_ahead)
             self._oracle.has_term(head.fleet.term)
             self._journal.start()
         await head.start([machine.address for machine in self._machines if not machine.profile.joins])
@@ -93,13 +102,21 @@ class Heads:
             self._oracle.callers_may_come()
             self.up.set()
 
-    def _make(self, behind_s: float, access: Access | None, saved: Saved | None) -> Head:
+    def _next_durability(self) -> Durability:
+        if not self.relaxed:
+            return Durability.STRICT
+        strict = self._oracle.lives > 1 and self._rng.random() < _STRICT_BETWEEN
+        return Durability.STRICT if strict else Durability.RELAXED
+
+    def _make(
+        self, behind_s: float, access: Access | None, saved: Saved | None, durability: Durability
+    ) -> Head:
         loop = self._network.loop
-        self.behind_s = behind_s
+        self.behind_s, self._access = behind_s, access
         if access is not None:
-            self._journal = StoreJournal(access, Durability.STRICT, broken=self._broken)
+            self._journal = StoreJournal(access, durability, broken=self._broken)
         # Known from its first step on: what it takes up is judged as it does so.
-        self._oracle.head_begins(behind_s)
+        self._oracle.head_begins(behind_s, tells_ahead=durability is Durability.RELAXED)
         self.head = Head(
             self._settings,
             dialer=SimDialer(self._network),
@@ -114,12 +131,17 @@ class Heads:
     def _broken(self, error: StoreError) -> None:
         self._oracle.violation(f"the head gives its store up: {error}")
 
+    def _nothing_can_be_kept(self) -> None:
+        if self.head is not None and self._oracle.telling is not None:
+            self._oracle.telling.nothing_can_be_kept(self.head.generations.running)
+
     async def stop(self, grace_s: float) -> None:
         """In order: what is left is written."""
         assert self.head is not None
         await self.head.stop(grace_s)
-        if self._journal is not None:
+        if self._journal is not None and self._access is not None:
             await self._journal.stop()
+            await self._access.close()
 
     async def lives(self) -> Head:
         """The head that lives, waited for."""
@@ -147,7 +169,8 @@ class Heads:
         self.up.clear()
         processes = [machine.process for machine in self._everyone if machine.process is not None]
         self.forgotten()
-        self._oracle.head_died(processes, self._settings.fleet_id)
+        self._oracle.head_died(processes, self._settings.fleet_id, kept_s)
+        self.lost(kept_s)
         if self.store is not None:
             self._oracle.stands_still_from(self._died_s)
         for link in list(self._network.links):

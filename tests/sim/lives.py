@@ -1,7 +1,7 @@
 """What the checks know of the lives of heads, one after the other: what each has, and hands on.
 
-A generation that the store has outlives its head; so does the binding that it has for a session. All else
-ends with the head, and no epoch is used by two.
+A generation that the store has outlives its head; so does the binding that it has for a session, and a revoke
+that is owed. All else ends with the head, and no epoch is used by two.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from fleet_service.runtime.head import Head
 from fleet_service.runtime.observer import GenerationInfo
 from fleet_service.runtime.records import SessionBound
 from tests.sim.nodes import NodeProcess
-from tests.sim.records import Record, Transcript
+from tests.sim.records import Record
 from tests.sim.staying import Staying
 from tests.sim.stores import SimStore
+from tests.sim.telling import Telling
+from tests.sim.transcripts import Transcript
 
 _MOMENT_S = 0.002
 
@@ -28,6 +30,7 @@ class Lives:
     def __init__(self, clock: Callable[[], float], store: SimStore | None) -> None:
         self._clock = clock
         self.store = store
+        self.telling = None if store is None else Telling(store, clock, self.violation)
         self.violations: list[str] = []
         self.records: dict[str, Record] = {}  # of the head that lives, and what it is to take up
         self.lives = 1  # of heads, so far
@@ -40,6 +43,7 @@ class Lives:
         self._issued: dict[int, str] = {}  # epochs of all heads, and their sessions
         self._adopted: set[int] = set()  # epochs of earlier heads that the head that lives goes on under
         self._bound: dict[str, SessionBound] = {}  # as it was kept when the head that lives began
+        self._owed: set[tuple[str, str, str, int]] = set()  # revokes, as it was kept then
         self._highest_term = 0
         # Set by the world: whom the head has a link to, and whether that told of a session as the link began.
         self.process_of: Callable[[str], NodeProcess | None] = lambda _node: None
@@ -58,13 +62,20 @@ class Lives:
 
     # Heads
 
-    def head_died(self, processes: Iterable[NodeProcess], fleet_id: str) -> None:
-        """Nothing that the head did from here on counts, and generations break off that are not kept."""
+    def head_died(self, processes: Iterable[NodeProcess], fleet_id: str, kept_s: float) -> None:
+        """Nothing that the head did from here on counts, and generations break off that are not kept.
+
+        All that it put before `kept_s` is.
+        """
         self.lives += 1
+        if self.telling is not None:
+            self.telling.head_died(kept_s)
         kept: dict[str, Record] = {}
         for record in self.records.values():
             self._earlier |= dict.fromkeys(((record.generation_id, epoch) for epoch in record.epochs), record)
             saved = None if self.store is None else self.store.kept(record.generation_id)
+            if self.telling is not None:
+                self.telling.judge(record, saved, kept_s, self.lives)
             if saved is not None:
                 record.breaks_off(saved)
                 kept[record.generation_id] = record
@@ -76,13 +87,16 @@ class Lives:
         for process in processes:
             self._seen[process.incarnation] = process.rules.highest_epoch(fleet_id)
 
-    def head_begins(self, behind_s: float) -> None:
+    def head_begins(self, behind_s: float, *, tells_ahead: bool) -> None:
         """The next one is made now; its clock is so much behind."""
         self._behind_s = behind_s
+        if self.telling is not None:
+            self.telling.ahead = tells_ahead
         if self.store is not None:
             self._bound = {
                 name: saved.bound for name, saved in self.store.saved.sessions.items() if saved.bound
             }
+            self._owed = set(self.store.saved.revokes)
 
     def head_has_begun(self, head: Head) -> None:
         """It is made, and has taken up what there is."""
@@ -115,6 +129,10 @@ class Lives:
         """Two heads may use one epoch, where nothing is kept and no node has told: for other sessions."""
         return (session_id, epoch) in self._bindings
 
+    def is_owed(self, node: str, incarnation: str, session_id: str, epoch: int) -> bool:
+        """An earlier head owed the node the revoke of that, and the one that lives knows it."""
+        return (node, incarnation, session_id, epoch) in self._owed
+
     # Standstills
 
     def stood_still(self, from_s: float, to_s: float) -> None:
@@ -142,10 +160,9 @@ class Lives:
 
     # Generations
 
-    def transcript(self, record: Record, name: str, from_index: int) -> Transcript:
+    def transcript(self, record: Record, name: str, from_index: int, branch: int = 0) -> Transcript:
         """What one reader of it is to get."""
-        kept = None if self.store is None else self.store.kept
-        return Transcript(record, name, from_index, self.violation, kept)
+        return Transcript(record, name, from_index, self.violation, self.telling, branch)
 
     def _taken_up(self, info: GenerationInfo) -> Record:
         """A head that begins has a generation of an earlier one."""

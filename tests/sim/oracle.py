@@ -99,6 +99,7 @@ class Oracle(Lives):
             None if parent.revision_open else parent.model,
             info.max_new_tokens,
             life=self.lives,
+            first_life=self.lives,
             behind_s=self._behind_s,
         )
         self.records[info.generation_id] = record
@@ -253,6 +254,7 @@ class Oracle(Lives):
             self.violation(f"{record.generation_id}: a second terminal event, {finished}")
             return
         record.finished, record.finished_s = finished, now_s
+        record.end_lost = False
         if self.overdue(record.deadline_s, now_s):
             self.violation(f"{record.generation_id} ended {now_s - record.deadline_s:.3f} s too late")
         nobody_came = record.readers_seen == 0 and record.abandoned_s is None

@@ -6,13 +6,16 @@ import asyncio
 import random
 from dataclasses import dataclass
 
+from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.specs import OnDisconnect
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.head import Head
+from fleet_service.runtime.tokenlog import Reader
 from fleet_service.runtime.views import CancelOutcome
 from tests.sim.oracle import Oracle
-from tests.sim.records import Plan, Record, Transcript
+from tests.sim.records import Plan, Record
 from tests.sim.talking import Talk
+from tests.sim.transcripts import Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,20 @@ def pick_habits(rng: random.Random, plan: Plan) -> ReadingHabits:
 
 
 async def read_along(
-    oracle: Oracle, talk: Talk, record: Record, habits: ReadingHabits, rng: random.Random
+    oracle: Oracle,
+    talk: Talk,
+    record: Record,
+    habits: ReadingHabits,
+    rng: random.Random,
+    earlier: Transcript | None = None,
 ) -> None:
-    """All readers of one generation, until each has its terminal event and the generation its end."""
+    """All readers of one generation, until each has its terminal event and the generation its end.
+
+    `earlier`: who read one of this id that was lost, and has not heard of that.
+    """
     async with asyncio.TaskGroup() as group:
+        if earlier is not None:
+            talk.owns(group.create_task(_read(talk, earlier, 0.0, None)))
         talk.owns(group.create_task(_first(oracle, talk, record, habits)))
         for number, (after_s, pace_s) in enumerate(habits.others):
             another = _another(oracle, talk, record, number, after_s, pace_s, rng.random())
@@ -59,12 +72,12 @@ async def read_along(
 
 
 async def _first(oracle: Oracle, talk: Talk, record: Record, habits: ReadingHabits) -> None:
-    reader = oracle.transcript(record, "first reader", 0)
+    reader = record.first_reader = oracle.transcript(record, "first reader", 0)
     if habits.cancel_at is not None:
         await _read(talk, reader, habits.pace_s, habits.cancel_at)
         if reader.finished is None:
             await cancel(oracle, talk, record)
-            reader = oracle.transcript(record, "first reader, having cancelled", reader.next_index)
+            reader.name = "first reader, having cancelled"
     if reader.finished is None:
         await _read(talk, reader, habits.pace_s, habits.leave_at)
     if reader.finished is not None:
@@ -72,8 +85,8 @@ async def _first(oracle: Oracle, talk: Talk, record: Record, habits: ReadingHabi
     oracle.story.note("%s: its first reader leaves at %d", record.generation_id, reader.next_index)
     if habits.comes_back:
         await asyncio.sleep(habits.away_s)
-        rest = oracle.transcript(record, "first reader again", reader.next_index)
-        await _read(talk, rest, habits.pace_s, None)
+        reader.name = "first reader again"
+        await _read(talk, reader, habits.pace_s, None)
         return
     # Nobody may be left to read; the end must come all the same.
     last = oracle.transcript(record, "reader of the end", 0)
@@ -104,11 +117,15 @@ async def _another(
 ) -> None:
     await asyncio.sleep(after_s)
 
-    visible = await talk.look(lambda head: head.find_generation(record.generation_id).log.visible)
-    from_index = int(where * (visible + 1)) if where < 0.7 else 0
-    await _read(
-        talk, oracle.transcript(record, f"reader {number + 2} from {from_index}", from_index), pace_s, None
-    )
+    log = await talk.look(lambda head: head.find_generation(record.generation_id).log)
+    from_index = int(where * (log.visible + 1)) if where < 0.7 else 0
+    name = f"reader {number + 2} from {from_index}"
+    await _read(talk, oracle.transcript(record, name, from_index, log.branch), pace_s, None)
+
+
+async def read_to_the_end(oracle: Oracle, talk: Talk, record: Record) -> None:
+    """One more reader, from the start."""
+    await _read(talk, oracle.transcript(record, "reader of all", 0), 0.0, None)
 
 
 async def _until_finished(record: Record) -> None:
@@ -119,15 +136,11 @@ async def _until_finished(record: Record) -> None:
 
 async def _read(talk: Talk, transcript: Transcript, pace_s: float, leave_at: int | None) -> None:
     """Read until the terminal event, or until `leave_at`; over the death of a head where that may be."""
-    attached = 0
 
     async def read(head: Head) -> None:
-        nonlocal attached
-        attached += 1
-        if attached > 1:
-            transcript.again()
-        generation = head.find_generation(transcript.record.generation_id)
-        await _read_there(generation, transcript, pace_s, leave_at)
+        if transcript.finished is None:
+            generation = head.find_generation(transcript.record.generation_id)
+            await _read_there(generation, transcript, pace_s, leave_at)
 
     await talk.call(read)
 
@@ -136,7 +149,8 @@ async def _read_there(
     generation: Generation, transcript: Transcript, pace_s: float, leave_at: int | None
 ) -> None:
     loop, record = asyncio.get_running_loop(), transcript.record
-    reader, life = generation.attach(transcript.from_index), record.life
+    reader, life = _attach(generation, transcript), record.life
+    transcript.attaches(reader.branch)
     record.readers_open += 1
     record.readers_seen += 1
     record.abandoned_s = None
@@ -153,3 +167,14 @@ async def _read_there(
             if record.readers_open == 0 and record.finished is None and not record.runs_on_alone:
                 record.abandoned_s = loop.time()
         reader.close()
+
+
+def _attach(generation: Generation, transcript: Transcript) -> Reader:
+    """Where it has more than is sure, it drops that."""
+    try:
+        return generation.attach(transcript.next_index, transcript.branch)
+    except FleetError as error:
+        if error.reason is not Reason.DATA_LOSS:
+            raise
+        transcript.loses(error)
+        return generation.attach(transcript.next_index, transcript.branch)

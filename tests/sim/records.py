@@ -1,17 +1,20 @@
-"""What the checks know of each generation: what was asked, what every reader got, and what befell it."""
+"""What the checks know of each generation: what was asked, what befell it, and whether its end is right."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from fleet_service.domain.events import Accepted, Event, Finished, FinishReason, Moved, Started, Tokens
+from fleet_service.domain.events import Finished, FinishReason
 from fleet_service.domain.specs import GenerationSpec, OnDisconnect
 from fleet_service.runtime.generation import FIRST_READER_S
 from fleet_service.runtime.records import SavedGeneration
 from node_stub.reference import StubModel
 from tests.sim.reference import Expected, expected_output
+
+if TYPE_CHECKING:
+    from tests.sim.transcripts import Transcript
 
 
 @dataclass(slots=True)
@@ -74,6 +77,12 @@ class Record:
     tries_again: bool = False  # that head has not tried it yet
     behind_s: float = 0.0  # of the clock of the head that accepted it
     late_s: float = 0.0  # how much more that of the head which has it is behind
+    first_life: int = 1  # of the head that accepted it
+    told: list[tuple[float, int]] = field(default_factory=list)  # when readers had its tokens up to where
+    losses: list[tuple[int, int]] = field(default_factory=list)  # the life after each, tokens that were left
+    lost: bool = False  # with the head that had it
+    first_reader: Transcript | None = None
+    end_lost: bool = False  # once more it is to go on, or goes on, after its end was undone
     _expected: Expected | None = None
 
     @property
@@ -94,6 +103,7 @@ class Record:
     def breaks_off(self, saved: SavedGeneration) -> None:
         """Its head is dead; what is kept of it is `saved`, and what was decided and not kept is undone."""
         if saved.ended is None:
+            self.end_lost |= self.finished is not None
             self.finished = None
         self.life = self.readers_open = self.readers_seen = 0
         self.abandoned_s = None
@@ -108,6 +118,12 @@ class Record:
         self.tries_again = True
         if self.finished is None and not self.runs_on_alone:
             self.abandoned_s = now_s
+
+    def sure_index(self, life: int) -> int | None:
+        """Up to where what that head gave is right as long as the generation is there; None = in all."""
+        if life < self.first_life:
+            return 0
+        return min((left for later, left in self.losses if later > life), default=None)
 
     @property
     def expected(self) -> Expected | None:
@@ -127,111 +143,6 @@ class Record:
         if self.abandoned_s is not None and self.taken_up_s is not None and self.readers_seen == 0:
             left_alone = now_s >= self.abandoned_s + self.patience_s - 0.002
         return self.cancel_asked_s is not None or self.session_finished_s is not None or left_alone
-
-
-class Transcript:
-    """What one reader got over all its attachments, checked as it comes (rules 1 and 5).
-
-    `kept` gives what the store has of a generation, which must come before what readers get; None = no store.
-    """
-
-    def __init__(
-        self,
-        record: Record,
-        name: str,
-        from_index: int,
-        violation: Callable[[str], None],
-        kept: Callable[[str], SavedGeneration | None] | None = None,
-    ) -> None:
-        self.record = record
-        self.from_index = from_index
-        self.next_index = from_index
-        self.token_ids: list[int] = []
-        self.finished: Finished | None = None
-        self._name = f"{name} of {record.generation_id}"
-        self._violation = violation
-        self._kept = kept
-        self._seen = 0
-        self._started = False
-        self._epoch = 0
-
-    def again(self) -> None:
-        """It attaches anew, at its next index."""
-        self.from_index = self.next_index
-        self._seen, self._started, self._epoch = 0, False, 0
-
-    def feed(self, events: Sequence[Event]) -> None:
-        if not events:
-            self._violation(f"{self._name}: a read gave nothing")
-        for event in events:
-            self._one(event)
-            self._seen += 1
-
-    def _one(self, event: Event) -> None:
-        if self.finished is not None:
-            self._violation(f"{self._name}: {event} after the terminal event")
-        if (self._seen == 0) != isinstance(event, Accepted):
-            self._violation(f"{self._name}: event {self._seen} is {event}")
-        if self._kept is not None:
-            self._check_kept(event, self._kept(self.record.generation_id))
-        match event:
-            case Accepted(generation_id):
-                if generation_id != self.record.generation_id:
-                    self._violation(f"{self._name}: accepted as {generation_id}")
-            case Started(epoch=epoch):
-                if self._started:
-                    self._violation(f"{self._name}: started twice")
-                self._started, self._epoch = True, epoch
-            case Tokens():
-                self._tokens(event)
-            case Moved():
-                self._moved(event)
-            case Finished():
-                self._finish(event)
-
-    def _check_kept(self, event: Event, kept: SavedGeneration | None) -> None:
-        """Nothing is shown that may yet be lost."""
-        if kept is None:
-            self._violation(f"{self._name}: {event}, and the generation is not kept yet")
-        elif isinstance(event, Tokens):
-            end = event.first_index + len(event.token_ids)
-            if list(kept.token_ids[event.first_index : end]) != list(event.token_ids):
-                self._violation(
-                    f"{self._name}: tokens before {end} are shown, kept are {len(kept.token_ids)}"
-                )
-        elif isinstance(event, Finished) and (kept.ended is None or kept.ended.finished != event):
-            self._violation(f"{self._name}: {event} is shown, kept is {kept.ended}")
-
-    def _tokens(self, event: Tokens) -> None:
-        tokens = list(event.token_ids)
-        if event.first_index != self.next_index or not tokens:
-            self._violation(
-                f"{self._name}: {len(tokens)} tokens at {event.first_index}, {self.next_index} was next"
-            )
-        self.next_index += len(tokens)
-        self.token_ids += tokens
-        expected = self.record.expected
-        if expected is None:
-            self._violation(f"{self._name}: tokens, and no node was asked for any")
-        elif tuple(tokens) != expected.token_ids[event.first_index : event.first_index + len(tokens)]:
-            right = list(expected.token_ids[event.first_index : event.first_index + len(tokens)])
-            self._violation(f"{self._name}: at {event.first_index} came {tokens}, right is {right}")
-
-    def _moved(self, event: Moved) -> None:
-        if event.next_index != self.next_index:
-            self._violation(f"{self._name}: {event}, and {self.next_index} is next")
-        if event.epoch <= self._epoch:
-            self._violation(f"{self._name}: {event} goes back from epoch {self._epoch}")
-        if event.gap_s < 0:
-            self._violation(f"{self._name}: {event} has a negative gap")
-        self._epoch = event.epoch
-
-    def _finish(self, event: Finished) -> None:
-        self.finished = event
-        if event != self.record.finished:
-            self._violation(f"{self._name}: {event}, decided was {self.record.finished}")
-        if event.output_tokens != self.next_index:
-            self._violation(f"{self._name}: {self.next_index} tokens at the end of {event.output_tokens}")
 
 
 def right_end(record: Record, finished: Finished, now_s: float) -> str | None:

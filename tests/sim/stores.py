@@ -1,7 +1,7 @@
 """A simulated store in virtual time: it outlives its heads, is slow, full or away for a while.
 
 A head that is killed while it writes leaves the batch that was under way kept, whole, or lost, by seed. What
-it was told is kept stays kept.
+it was told is kept stays kept. What waits for its batch is lost: under RELAXED that may have been told.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _SLOW = 0.003  # of all it does
 _KEPT_UNSEEN = 0.5  # of the batches under way when their head is killed
 TROUBLE_LASTS_S = 3.5
 """How long after its end a head may still say that the store is in trouble."""
+_GATHERED_S = 0.041
+"""Under RELAXED, what is told begins to be written within this time, unless an earlier batch is under way."""
+_NOTICED_S = 0.001
+"""How long a head may take to see that a write has failed."""
 
 
 class Op(Enum):
@@ -59,19 +63,29 @@ class SimStore:
         self.contexts: dict[str, array[int]] = {}
         self.kills: list[Kill] = []
         self.writes = 0
+        self.ran_for: Callable[[float], float] = lambda now_s: now_s
+        """How long its head has run without standing still. Set by the world."""
+        self.fails: Callable[[], None] = lambda: None
+        """Called when its head must have seen that nothing can be kept now, once each time. Set by the world."""
+        self.spells = 0  # of failing writes, so far
+        self._failed_writes = 0  # since the last that did not fail
         self._trouble: StoreTrouble | None = None
         self._trouble_ended_s = -1e9
         self._access: Access | None = None
 
-    def open_for_head(self) -> Access:
+    def open_for_head(self, *, tells_ahead: bool = False) -> Access:
         """The way in for a head that starts."""
-        self._access = Access(self)
+        self._access = Access(self, tells_ahead=tells_ahead)
         return self._access
 
     def head_died(self) -> float:
         """Its head is gone, and what was under way is decided; all that was put before that time is kept."""
         access, self._access = self._access, None
         return self.loop.time() if access is None else access.die()
+
+    def kept_until_s(self) -> float:
+        """All that was put before that time stays kept, whatever becomes of the head that lives."""
+        return -1.0 if self._access is None else self._access.kept_until_s()
 
     def kept(self, generation_id: str) -> SavedGeneration | None:
         """A generation as it is kept now."""
@@ -97,6 +111,22 @@ class SimStore:
         """Whether a head may say that it is in trouble."""
         return self._trouble is not None or self.loop.time() - self._trouble_ended_s < TROUBLE_LASTS_S
 
+    @property
+    def failing(self) -> bool:
+        """The batch that is being written has failed before."""
+        return self._failed_writes > 0
+
+    def written(self, *, failed: bool) -> None:
+        """A write has ended so."""
+        self._failed_writes = self._failed_writes + 1 if failed else 0
+        if self._failed_writes == 1:
+            self.spells += 1
+            self.loop.call_later(_NOTICED_S, self._noticed, self._access, context=self.loop.node_side)
+
+    def _noticed(self, access: Access | None) -> None:
+        if self.failing and access is self._access:
+            self.fails()
+
     def check(self) -> None:
         """Raises StoreError while it is in trouble."""
         if self._trouble is not None:
@@ -120,40 +150,51 @@ class SimStore:
 class _Work:
     """One operation under way."""
 
-    __slots__ = ("began_s", "changes", "effect", "waits_from_s")
+    __slots__ = ("changes", "effect")
 
-    def __init__(
-        self, effect: Callable[[], object], *, changes: bool, began_s: float, waits_from_s: float
-    ) -> None:
+    def __init__(self, effect: Callable[[], object], *, changes: bool) -> None:
         self.effect = effect
         self.changes = changes
-        self.began_s = began_s
-        self.waits_from_s = waits_from_s
 
 
 class Access:
     """The SessionStore of one head, until that dies."""
 
-    def __init__(self, store: SimStore) -> None:
+    def __init__(self, store: SimStore, *, tells_ahead: bool) -> None:
         self._store = store
+        self._tells_ahead = tells_ahead
         self._under_way: list[_Work] = []
         self._dead = False
         self._batch: Sequence[Record] | None = None
-        self._waits_from_s = 0.0  # the oldest of the batch may have waited so long
-        self._last_began_s = self._last_ended_s = -1.0
+        self._batch_is_kept = False
+        self._gathers_s = -1.0  # how long at most what is put waits for others; -1 = nothing is written yet
+        self._waits_from_s = self._last_began_s = self._last_ended_s = store.loop.time()
 
     def die(self) -> float:
         store, self._dead = self._store, True
-        kept_s = store.loop.time()
+        store.written(failed=False)
+        kept_s = self.kept_until_s()
         for work in self._under_way:
             if work.changes and store.rng.random() < _KEPT_UNSEEN:
                 work.effect()
-                kept_s = min(kept_s, work.began_s)
-            elif work.changes:
-                kept_s = min(kept_s, work.waits_from_s)
-        if self._batch is not None and not self._under_way:
-            kept_s = min(kept_s, self._waits_from_s)  # it failed, and is to be tried again
+                kept_s = self._last_began_s
         return kept_s
+
+    def kept_until_s(self) -> float:
+        """All that was put before that time is kept, also if the head dies and its batch is lost."""
+        if self._batch is None:
+            return self._oldest_s()
+        return self._last_began_s if self._batch_is_kept else self._waits_from_s
+
+    def _oldest_s(self) -> float:
+        """Since when the oldest that is not being written may have waited for that."""
+        now_s = self._store.loop.time()
+        since_s = now_s - self._last_ended_s
+        if self._tells_ahead:
+            since_s = min(since_s, self._store.ran_for(now_s))
+        if since_s <= self._gathers_s or self._gathers_s < 0:
+            return self._last_began_s  # what came while the one before was written has waited since that began
+        return now_s - self._gathers_s
 
     # SessionStore
 
@@ -166,17 +207,20 @@ class Access:
             self._store.saved.torn = tells_ahead
 
         await self._do(Op.TERM, take, changes=True)
+        self._gathers_s = _GATHERED_S if self._tells_ahead else 0.0
+        self._last_ended_s = self._store.loop.time()
 
     async def write(self, batch: Sequence[Record]) -> None:
-        store, now_s = self._store, self._store.loop.time()
+        store = self._store
         if batch is not self._batch:
-            # What came while the one before was written has waited since that began.
-            self._waits_from_s = self._last_began_s if self._last_ended_s == now_s else now_s
-            self._batch, self._last_began_s = batch, now_s
+            self._waits_from_s = self._oldest_s()
+            self._batch, self._batch_is_kept = batch, False
+            self._last_began_s = store.loop.time()
 
         def write() -> None:
             replay(batch, store.saved, store.contexts)
             store.writes += 1
+            self._batch_is_kept = True
 
         await self._do(Op.WRITE, write, changes=True)
         self._batch, self._last_ended_s = None, store.loop.time()
@@ -185,6 +229,8 @@ class Access:
         return await self._do(Op.CONTEXT, lambda: self._store.contexts[session_id][:])
 
     async def close(self) -> None:
+        if not self._dead and self._gathers_s >= 0 and not self._store.failing:
+            self._store.saved.torn = False
         self._dead = True
 
     async def _do(self, op: Op, effect: Callable[[], T], *, changes: bool = False) -> T:
@@ -193,7 +239,7 @@ class Access:
         if self._dead:
             raise StoreError(StoreTrouble.UNAVAILABLE, "its head is gone")
         done: asyncio.Future[T] = loop.create_future()
-        work = _Work(effect, changes=changes, began_s=loop.time(), waits_from_s=self._waits_from_s)
+        work = _Work(effect, changes=changes)
         takes_s, kill = store.takes_s(), store.next_kill(op, self._batch or ())
         if kill is not None and kill.where < 1.0:
             loop.call_later(takes_s * kill.where, self._kill, kill, context=loop.node_side)
@@ -210,6 +256,8 @@ class Access:
                 done.set_result(effect())
             except (StoreError, KeyError) as error:
                 done.set_exception(error)
+            if op is Op.WRITE:
+                store.written(failed=done.exception() is not None)
             if kill is not None and kill.where >= 1.0:
                 self._kill(kill)
 

@@ -252,7 +252,7 @@ class Strikes:
             await head.journal.settled()
             return bool(there)
 
-        while not await self._line.call(end):
+        while not (await self._line.call(end) and await self._line.is_kept()):
             await asyncio.sleep(_SEEN_TO_S)
         self._uncordoning.discard(name)
         self.cordoned.pop(name, None)
@@ -304,9 +304,12 @@ class Strikes:
     async def _done_once(
         self, operation: Callable[[Head], Awaitable[None]], done: Reason, asked: dict[str, int]
     ) -> None:
-        """Have it done; `done` is the answer where the head that died has done it."""
-        try:
-            await self._line.call(operation)
-        except FleetError as error:
-            if error.reason is not done or not self._line.lasts or asked[operation.__name__] == 1:
-                raise
+        """Have it done, again where that was lost; `done` is the answer where the head that died has done it."""
+        while True:
+            try:
+                await self._line.call(operation)
+            except FleetError as error:
+                if error.reason is not done or not self._line.lasts or asked[operation.__name__] == 1:
+                    raise
+            if await self._line.is_kept():
+                return

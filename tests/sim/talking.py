@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _BACK_WITHIN_S = 0.6
 _STORE_PAUSE_S = 0.3
+_LOOK_S = 0.02
 
 
 class BrokenOffError(Exception):
@@ -40,6 +41,11 @@ class Talk:
         return self._heads.store is not None
 
     @property
+    def may_lose(self) -> bool:
+        """What it is told may be lost with the head that told it."""
+        return self._heads.relaxed
+
+    @property
     def lives(self) -> int:
         """Of heads, so far."""
         return self._oracle.lives
@@ -56,7 +62,10 @@ class Talk:
         while True:
             head = await self._heads.lives()
             try:
-                return await asyncio.ensure_future(ask(head))
+                answer = await asyncio.ensure_future(ask(head))
+                if head is self._heads.head or not self.may_lose:
+                    return answer
+                pause_s = self._rng.random() * _BACK_WITHIN_S  # it did not arrive before the head died
             except FleetError as error:
                 if error.reason is not Reason.STORE_UNAVAILABLE:
                     raise
@@ -72,6 +81,15 @@ class Talk:
             await asyncio.sleep(pause_s)
             if not again:
                 raise BrokenOffError
+
+    async def is_kept(self) -> bool:
+        """Once what was told until now is kept whatever happens; False when a head died first that lost it."""
+        if not self.may_lose or self._heads.store is None or self._oracle.telling is None:
+            return True
+        told_s, life = asyncio.get_running_loop().time(), self.lives
+        while self._heads.store.kept_until_s() <= told_s and life == self.lives:
+            await asyncio.sleep(_LOOK_S)
+        return self._oracle.telling.is_kept(told_s)
 
     async def look(self, see: Callable[[Head], T]) -> T:
         """What is to be seen at the head that lives."""

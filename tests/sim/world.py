@@ -41,6 +41,8 @@ MIN_CALLERS, MAX_CALLERS = 10, 14
 _QUIET_WITHIN_S = 90.0
 _WITH_STORE = 0.35
 """Of all worlds, those whose heads keep what they did."""
+_RELAXED = 0.35
+"""Of those, the ones whose heads tell of it first."""
 
 
 @dataclass(slots=True)
@@ -136,6 +138,7 @@ class World:
             self.oracle,
             random.Random(f"heads {seed}"),
             self.store,
+            relaxed=self.store is not None and random.Random(f"relaxed {seed}").random() < _RELAXED,
         )
         self.strikes = Strikes(self.network, self.machines, self.oracle, self.heads)
         self.door = Door(self.network, self.oracle, self.living_head, random.Random(f"door {seed}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fleet_service.domain.context import crc32_of
 from fleet_service.runtime.records import (
     CancelHeld,
+    ContextExtended,
     GenerationEnded,
     GenerationGone,
     Record,
     RequestAnswered,
     Saved,
+    SessionGone,
     TokensDelivered,
 )
 from fleet_service.stores.memory import MemoryStore
@@ -205,4 +209,29 @@ async def test_a_batch_that_failed_leaves_no_trace(tmp_path: Path) -> None:
     assert list(saved.generations["kept"].token_ids) == [1, 2]
     assert set(saved.generations) == {"kept", "brief"}
     assert set(saved.sessions) == {"s"}
+    await store.close()
+
+
+async def test_room_of_what_is_gone_is_given_back_while_the_head_runs(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.db"
+    store = SqliteStore(file)
+    await store.open()
+    await store.take_term(5, 0)
+    ids = list(range(20_000))
+    crc32 = crc32_of(array("I", ids))
+    names = [f"s{number}" for number in range(1, 801)]
+    for number, name in enumerate(names, start=1):
+        await store.write([session(name, number), ContextExtended(name, 0, ids, crc32)])
+    await store.tidy()
+    full_bytes = file.stat().st_size
+    assert full_bytes > 60_000_000
+    await store.write([SessionGone(name) for name in names[1:]])
+    for number in range(1_001):  # now and then it is looked for
+        await store.write([CancelHeld("o", f"g{number}", 1.0)])
+    await store.tidy()
+    await store.close()
+    assert file.stat().st_size < full_bytes / 2
+    store = SqliteStore(file)
+    assert list((await store.open()).sessions) == ["s1"]
+    assert list(await store.context("s1")) == ids
     await store.close()

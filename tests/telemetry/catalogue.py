@@ -61,5 +61,6 @@ async def everything() -> str:
     )
     metrics.rpc_observer.rpc_started(METHODS[0], ()).ended("OK", "")
     metrics.fleet_observer.placement(Reason.NODE_LOST)
+    metrics.fleet_observer.committed(0.002)
     metrics.fleet_observer.generation_started(_INFO, None).finished(_FINISHED)
     return (await metrics.exposition(""))[1].decode()

@@ -12,6 +12,7 @@ const serviceConfig = readFileSync(new URL("../../gen/service_config.json", impo
 export function connect(address: string, caFile?: string, tokenFile?: string): FleetServiceClient {
   return new FleetServiceClient(address, channelCredentials(caFile, tokenFile), {
     "grpc.service_config": serviceConfig,
+    "grpc.max_reconnect_backoff_ms": 1_000,
     // Tells a connection that has died in silence; without calls nothing is sent.
     "grpc.keepalive_time_ms": 15_000,
     "grpc.keepalive_timeout_ms": 5_000,

@@ -47,10 +47,11 @@ export function isServiceError(error: unknown): error is ServiceError {
   return error instanceof Error && "code" in error && "details" in error;
 }
 
-/** Tells that the connection failed, and not the request. */
+/** Tells that the connection failed or the head ends, and not the request. */
 export function connectionLost(error: ServiceError): boolean {
   const { code, reason } = decode(error);
-  return !reason && [Code.UNAVAILABLE, Code.INTERNAL, Code.UNKNOWN].includes(code);
+  const lost = [Code.UNAVAILABLE, Code.INTERNAL, Code.UNKNOWN, Code.CANCELLED]; // the last while the head ends
+  return ["", "HEAD_DRAINING"].includes(reason) && lost.includes(code);
 }
 
 /** For people. */

@@ -15,23 +15,35 @@ import java.util.concurrent.ThreadLocalRandom;
 import java.util.function.Consumer;
 import java.util.function.Function;
 
-/** Reads one generation to its end, whatever becomes of the connection. */
+/** Reads one generation to its end, whatever becomes of the connection and the head. */
 final class Generation {
     /** How long a generation waits for its reader to come back, and its reader tries to. */
     static final int GRACE_MS = 10_000;
 
     private final FleetServiceBlockingStub fleet;
     private final GenerateRequest request;
-    private String generationId = "";
-    private int nextIndex = 0;
+    private final Runnable connectAtOnce;
 
-    /** For going on, the request needs a request id, and GRACE_MS as its disconnect_grace_ms. */
-    Generation(FleetServiceBlockingStub fleet, GenerateRequest request) {
+    /** Takes it up behind all that came. */
+    private final AttachGenerationRequest.Builder place = AttachGenerationRequest.newBuilder();
+
+    /**
+     * For going on, the request needs a request id, and GRACE_MS as its disconnect_grace_ms.
+     *
+     * @param connectAtOnce tells the channel not to wait longer each time before it connects
+     */
+    Generation(FleetServiceBlockingStub fleet, GenerateRequest request, Runnable connectAtOnce) {
         this.fleet = fleet;
         this.request = request;
+        this.connectAtOnce = connectAtOnce;
     }
 
-    /** Gives `on` every event but the last, every token once and in order; the last one is returned. */
+    /**
+     * Gives `on` every event but the last, every token once and in order; the last one is returned.
+     *
+     * <p>Where the head lost tokens that it gave, the error's reason is DATA_LOSS: those from its metadata's
+     * nextIndex on are to be dropped.
+     */
     Finished read(Consumer<GenerationEvent> on) throws InterruptedException {
         // Closing the stream we leave tells the head that we left.
         Context.CancellableContext context = Context.current().withCancellation();
@@ -55,10 +67,11 @@ final class Generation {
                     GenerationEvent event = events.next();
                     lostAt = 0;
                     waitMs = 0;
+                    place.setBranch(event.getBranch());
                     switch (event.getEventCase()) {
-                        case ACCEPTED -> generationId = event.getAccepted().getGenerationId();
-                        case TOKENS -> nextIndex =
-                                event.getTokens().getFirstIndex() + event.getTokens().getTokenIdsCount();
+                        case ACCEPTED -> place.setGenerationId(event.getAccepted().getGenerationId());
+                        case TOKENS -> place.setFromIndex(
+                                event.getTokens().getFirstIndex() + event.getTokens().getTokenIdsCount());
                         case FINISHED -> {
                             return event.getFinished();
                         }
@@ -74,25 +87,24 @@ final class Generation {
             }
             long now = System.nanoTime();
             lostAt = lostAt == 0 ? now : lostAt;
-            if (!Refusal.of(error).connectionLost() || now - lostAt > GRACE_MS * 1_000_000L) {
+            if (Context.current().isCancelled()
+                    || !Refusal.of(error).connectionLost()
+                    || now - lostAt > GRACE_MS * 1_000_000L) {
                 throw error;
             }
-            System.err.println("connection lost, going on at " + nextIndex);
+            System.err.println("connection lost, going on at " + place.getFromIndex());
             Thread.sleep((long) (waitMs * ThreadLocalRandom.current().nextDouble(0.5, 1)));
+            connectAtOnce.run();
             waitMs = Math.min(Math.max(100, 2 * waitMs), 1000);
         }
     }
 
-    /** Asks for the generation, or, once it is known, takes it up at an index. */
+    /** Asks for the generation, or, once it is known, takes it up. */
     private Iterator<GenerationEvent> open() {
-        if (generationId.isEmpty()) {
+        if (place.getGenerationId().isEmpty()) {
             return events(fleet.generate(request), GenerateResponse::getEvent);
         }
-        AttachGenerationRequest attach = AttachGenerationRequest.newBuilder()
-                .setGenerationId(generationId)
-                .setFromIndex(nextIndex)
-                .build();
-        return events(fleet.attachGeneration(attach), AttachGenerationResponse::getEvent);
+        return events(fleet.attachGeneration(place.build()), AttachGenerationResponse::getEvent);
     }
 
     private static <R> Iterator<GenerationEvent> events(

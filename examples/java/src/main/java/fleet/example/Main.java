@@ -36,11 +36,13 @@ final class Main {
     /** CANCELLED, WALL_CLOCK, ERROR; the tokens printed stand. */
     private static final int ENDED_TOO_EARLY = 4;
 
+    private final ManagedChannel channel;
     private final FleetServiceBlockingStub fleet;
     private final Options options;
 
-    private Main(FleetServiceBlockingStub fleet, Options options) {
-        this.fleet = fleet;
+    private Main(ManagedChannel channel, Options options) {
+        this.channel = channel;
+        this.fleet = FleetServiceGrpc.newBlockingStub(channel);
         this.options = options;
     }
 
@@ -49,7 +51,7 @@ final class Main {
         try {
             Options options = Options.parse(arguments);
             ManagedChannel channel = Connection.open(options.address(), options.ca(), options.tokenFile());
-            code = new Main(FleetServiceGrpc.newBlockingStub(channel), options).runAndTell();
+            code = new Main(channel, options).runAndTell();
             channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS);
         } catch (IllegalArgumentException | IOException error) {
             System.err.println(error.getMessage());
@@ -84,7 +86,7 @@ final class Main {
                     .build();
             // The head keeps the time; our own deadline, a little later, is for a head that says nothing.
             var timed = fleet.withDeadlineAfter(options.deadlineMs() + 5_000L, TimeUnit.MILLISECONDS);
-            return new Generation(timed, request).read(new Printer());
+            return new Generation(timed, request, channel::resetConnectBackoff).read(new Printer());
         } finally {
             finish(sessionId);
         }

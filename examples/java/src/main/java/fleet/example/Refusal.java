@@ -59,10 +59,10 @@ record Refusal(
         return new Refusal(status.getCode(), message, reason, metadata, violations, retryAfterSeconds);
     }
 
-    /** Tells that the connection failed, and not the request. */
+    /** Tells that the connection failed or the head ends, and not the request. */
     boolean connectionLost() {
-        return reason.isEmpty() && switch (code) {
-            case UNAVAILABLE, INTERNAL, UNKNOWN -> true;
+        return (reason.isEmpty() || reason.equals("HEAD_DRAINING")) && switch (code) {
+            case UNAVAILABLE, INTERNAL, UNKNOWN, CANCELLED -> true; // the last while the head ends
             default -> false;
         };
     }
