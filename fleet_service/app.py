@@ -24,8 +24,7 @@ from fleet_service.addresses import split_address
 from fleet_service.api.access import AccessGate, CertificateGate, Gate, OpenGate
 from fleet_service.api.admin_servicer import AdminServicer
 from fleet_service.api.errors import ErrorTranslator
-from fleet_service.api.interceptors import NullRpcObserver, RpcObserver
-from fleet_service.api.methods import METHODS
+from fleet_service.api.interceptors import RpcObserver
 from fleet_service.api.server import (
     EdgeParts,
     Listener,
@@ -38,23 +37,21 @@ from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
 from fleet_service.exposure import warn_of_clear_tokens
 from fleet_service.http_server import HttpListenError
-from fleet_service.keeping import Keeping, advice_on, keeping
+from fleet_service.keeping import Keeping, advice_on, keeping, nothing_is_garbage
 from fleet_service.links.dialer import FleetDialer
 from fleet_service.links.join import JoinDoor
 from fleet_service.links.resolver import SystemResolver
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
-from fleet_service.runtime.observer import FleetObserver, NullObserver
 from fleet_service.runtime.store import StoreError
-from fleet_service.telemetry.combined import BothFleetObservers, BothRpcObservers
+from fleet_service.telemetry.combined import BothFleetObservers
 from fleet_service.telemetry.logging import configure_logging
 from fleet_service.telemetry.metrics import Metrics
 from fleet_service.telemetry.metrics_endpoint import metrics_endpoint
-from fleet_service.telemetry.metrics_gauges import HeadLabels
 from fleet_service.telemetry.metrics_http import MetricsListenError
-from fleet_service.telemetry.tracing import Tracing, TracingSettings
 from fleet_service.tls import ServerTls, TlsError
 from fleet_service.token import TokenError, read_token
+from fleet_service.watchers import metrics_of, observers
 from fleet_service.web.calls import Calls
 from fleet_service.web.door import Door
 from fleet_service.web.page import Page, operators_page, sign_in_by
@@ -148,20 +145,21 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
     """
     links = link_settings(config)
     async with AsyncExitStack() as parts:
-        metrics = _metrics(config)
-        rpc_observer, fleet_observer = await parts.enter_async_context(_observers(config, metrics))
-        kept = await parts.enter_async_context(_keeping(config, stop, fleet_observer.committed))
+        metrics = metrics_of(config)
+        rpc_observer, fleet_observer = await parts.enter_async_context(observers(config, metrics))
         stories = Stories(config.listen.page_generations_kept, time.time) if config.listen.page else None
-        head = Head(
-            config.head.runtime_settings(),
-            dialer=FleetDialer(links),
-            rng=random.Random(),
-            wall_clock=time.time,
-            observer=BothFleetObservers(fleet_observer, stories) if stories else fleet_observer,
-            resolver=SystemResolver(),
-            discovery=config.links.discovery_settings(),
-            kept=kept.kept,
-        )
+        with nothing_is_garbage():
+            kept = await parts.enter_async_context(_keeping(config, stop, fleet_observer.committed))
+            head = Head(
+                config.head.runtime_settings(),
+                dialer=FleetDialer(links),
+                rng=random.Random(),
+                wall_clock=time.time,
+                observer=BothFleetObservers(fleet_observer, stories) if stories else fleet_observer,
+                resolver=SystemResolver(),
+                discovery=config.links.discovery_settings(),
+                kept=kept.kept,
+            )
         await kept.begin(head.fleet.term, head.branch)
         # Closed last, so that a head that drains can be watched.
         metrics_at = await _serve_metrics(config, metrics, head, parts) if metrics else ""
@@ -230,44 +228,6 @@ def link_settings(config: FleetConfig) -> LinkSettings:
         token=token,
         tls=tls,
     )
-
-
-@asynccontextmanager
-async def _observers(
-    config: FleetConfig, metrics: Metrics | None
-) -> AsyncIterator[tuple[RpcObserver, FleetObserver]]:
-    if not config.telemetry.otlp_endpoint:
-        if metrics is None:
-            yield NullRpcObserver(), NullObserver()
-        else:
-            yield metrics.rpc_observer, metrics.fleet_observer
-        return
-    tracing = Tracing(
-        TracingSettings(
-            otlp_endpoint=config.telemetry.otlp_endpoint,
-            sampling_ratio=config.telemetry.sampling_ratio,
-            instance_id=config.head.head_id,
-            version=__version__,
-        )
-    )
-    try:
-        if metrics is None:
-            yield tracing.rpc_observer, tracing.fleet_observer
-        else:
-            yield (
-                BothRpcObservers(tracing.rpc_observer, metrics.rpc_observer),
-                BothFleetObservers(tracing.fleet_observer, metrics.fleet_observer),
-            )
-    finally:
-        await tracing.close()
-
-
-def _metrics(config: FleetConfig) -> Metrics | None:
-    """None: nobody wants any."""
-    if not config.listen.metrics:
-        return None
-    labels = HeadLabels(__version__, config.head.fleet_id, config.head.head_id, config.head.policy)
-    return Metrics(labels, METHODS, time.monotonic)
 
 
 async def _serve_metrics(config: FleetConfig, metrics: Metrics, head: Head, parts: AsyncExitStack) -> str:

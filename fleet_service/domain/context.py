@@ -21,6 +21,10 @@ def crc32_of(ids: array[int], start_crc: int = 0, byteorder: Literal["little", "
     return zlib.crc32(ids, start_crc)
 
 
+_ELSEWHERE = array("I")
+"""Stands for ids that are put away, in all contexts; it stays empty."""
+
+
 class Context:
     """Token ids in order, each 0..2**32-1. OverflowError for an id outside, and then nothing changes.
 
@@ -40,7 +44,7 @@ class Context:
     def kept_elsewhere(cls, length: int, crc32: int) -> Context:
         """A context that is put away."""
         context = cls()
-        context._away, context._crc32 = length, crc32
+        context._ids, context._away, context._crc32 = _ELSEWHERE, length, crc32
         return context
 
     @property
@@ -51,7 +55,7 @@ class Context:
         """Keep only length and checksum; the ids are elsewhere."""
         if self._away is None:
             self._away = len(self._ids)
-            self._ids = array("I")
+            self._ids = _ELSEWHERE
 
     def take_out(self, ids: array[int]) -> None:
         """The ids are here again. ValueError when they are not those that were put away."""

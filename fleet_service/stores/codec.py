@@ -72,10 +72,20 @@ def session_spec_to(kept: SessionKept) -> tuple[str, bytes]:
 
 
 def session_spec_from(
-    session_id: str, number: int, owner: str, sealed: str, engine_options: bytes
+    session_id: str,
+    number: int,
+    owner: str,
+    sealed: str,
+    engine_options: bytes,
+    known: dict[tuple[str, bytes], SessionSpec],
 ) -> SessionSpec:
+    """`known` gets those that were read, by text and options: sessions of one kind share theirs."""
     text = _unsealed(sealed, engine_options, session_id, number, owner)
-    return replace(_SPEC.validate_json(text), engine_options=engine_options)
+    spec = known.get((text, engine_options))
+    if spec is None:
+        spec = replace(_SPEC.validate_json(text), engine_options=engine_options)
+        known[text, engine_options] = spec
+    return spec
 
 
 def sampling_to(sampling: Sampling) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fleet_service.domain.context import crc32_of
+from fleet_service.domain.specs import SessionSpec
 from fleet_service.runtime.records import (
     BranchCut,
     CancelHeld,
@@ -88,6 +89,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _read_sessions(connection: sqlite3.Connection, saved: Saved) -> None:
+    specs: dict[tuple[str, bytes], SessionSpec] = {}  # there may be very many sessions, of few kinds
     rows = connection.execute(
         "SELECT id, no, owner, spec, engine_options, sampling, created_at, last_used_at, parked, ephemeral,"
         " context_length, context_crc32, node, incarnation, epoch FROM sessions ORDER BY no"
@@ -101,7 +103,7 @@ def _read_sessions(connection: sqlite3.Connection, saved: Saved) -> None:
             session_id,
             number,
             owner,
-            codec.session_spec_from(session_id, number, owner, spec, options),
+            codec.session_spec_from(session_id, number, owner, spec, options, specs),
             codec.sampling_from(sampling),
             created_at,
             last_used_at,
