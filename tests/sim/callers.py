@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import zlib
-from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.specs import (
@@ -22,11 +19,13 @@ from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.views import CancelOutcome, RequestKey, SessionView
 from node_stub.reference import StubModel
+from tests.sim.knowledge import Asked, Being, Knowledge
+from tests.sim.losses import Losses
 from tests.sim.plans import Surroundings, plan_generation
 from tests.sim.readers import ReadingHabits, cancel, pick_habits, read_along
-from tests.sim.records import Plan, Record
-from tests.sim.requests import Requests
+from tests.sim.records import Record
 from tests.sim.talking import BrokenOffError
+from tests.sim.transcripts import Transcript
 
 _HELD_S = 5.0
 """How long at most a cancel that came before its generation waits for it."""
@@ -34,17 +33,7 @@ TOO_LONG_TOKENS = 4200
 """Longer than any node's window."""
 
 
-@dataclass(slots=True)
-class Knowledge:
-    """The session as its caller means it to be."""
-
-    session_id: str
-    spec: SessionSpec
-    model: StubModel
-    context: list[int] = field(default_factory=list)
-
-
-class Caller(Requests):
+class Caller(Losses):
     """One caller and its session. `live` runs to the session's end."""
 
     def __init__(self, label: str, rng: random.Random, world: Surroundings) -> None:
@@ -58,13 +47,17 @@ class Caller(Requests):
             await self._world.heads.lives()
             talk = asyncio.get_running_loop().create_task(self._talk(), name=f"talk of {self.label}")
             self._line.owns(talk)
+            self._talking = talk
             try:
                 await asyncio.wait({talk})
             finally:
                 talk.cancel()
             if not talk.cancelled():
                 talk.result()
-                return
+                if await self._line.is_kept() or not self.has_lost:
+                    return
+            if self.has_lost:
+                continue
             self._note("sees its streams break")
             if self._rng.random() < 0.7:
                 self._requests = self._generations = 0  # the same ids again
@@ -72,12 +65,13 @@ class Caller(Requests):
 
     async def _talk(self) -> None:
         """A session to its end; gives up when the fleet takes it for too long."""
-        if self._rng.random() < 0.3:
+        mine = await self._take_stock() if self.has_lost else None
+        if mine is None and self._rng.random() < 0.3:
             for _ in range(self._rng.randint(1, 3)):
                 await self._complete()
                 await asyncio.sleep(self._rng.random() * 2.0)
             return
-        mine = await self._create()
+        mine = mine or await self._create()
         if mine is None:
             return
         for _ in range(self._rng.randint(1, 4)):
@@ -126,10 +120,11 @@ class Caller(Requests):
         view = await self._patiently(spec, len(context), create)
         if view is None:
             return None
+        mine = self._mine = Knowledge(view.session_id, view.spec, self._model_of(view.spec), context)
+        self._tells(mine)
         if key is not None:
-            await self._ask_again(create, view, now=rng.random() < 0.5)
+            await self._ask_again(create, key, view, now=rng.random() < 0.5)
         self._note("created %s with %d tokens", view.session_id, len(context))
-        mine = Knowledge(view.session_id, view.spec, self._model_of(view.spec), context)
         await self._check_context(mine)
         return mine
 
@@ -144,7 +139,9 @@ class Caller(Requests):
         if rng.random() < 0.15:
             await asyncio.sleep(rng.choice([1.0, 5.0, self._world.settings.idle_unbind_s + 3.0]))
         if rng.random() < 0.2:
+            mine.asked.append(Being(tuple(mine.context), parked=True))
             await self._line.call(lambda head: head.park_session(mine.session_id))
+            self._tells(mine, parked=True)
             self._note("parked")
             self._oracle.met("a session is parked")
             self._oracle.staying.parked(mine.session_id)
@@ -154,9 +151,7 @@ class Caller(Requests):
             )
             if rng.random() < 0.5:
                 await asyncio.sleep(rng.random() * 3.0)
-            resumed = await self._patiently(mine.spec, len(mine.context), self._resume(mine.session_id))
-            await self._check_context(mine)
-            if resumed is None:
+            if not await self._resumes(mine):
                 return False
             self._note("resumed")
         return True
@@ -194,21 +189,27 @@ class Caller(Requests):
         async def append(head: Head) -> SessionView:
             return await head.append_tokens(mine.session_id, tokens, expected_length, truncate_to, key)
 
+        appended = mine.context[:truncate_to] + tokens
+        mine.asked.append(Being(tuple(appended)))
         try:
             view = await self._line.call(append)
-            if key is not None:
-                await self._ask_again(append, view, now=rng.random() < 0.5)
         except FleetError as error:
             if error.reason is not Reason.CONTEXT_TOO_LONG:
                 raise
+            mine.asked.clear()
             self._world.check_refusal(error, mine.spec, (truncate_to or length) + len(tokens))
             return
-        mine.context = mine.context[:truncate_to] + tokens
+        mine.context = appended
+        self._tells(mine)
+        if key is not None:
+            await self._ask_again(append, key, view, now=rng.random() < 0.5)
         self._note("appended %d tokens to %s", len(tokens), "the end" if truncate_to is None else truncate_to)
         await self._check_context(mine)
 
     async def _finish(self, mine: Knowledge) -> None:
+        mine.asked.append(None)
         await self._line.call(self._finishes(mine.session_id))
+        self._tells_end(mine)
         self._note("finished %s", mine.session_id)
         await self._must_be_refused(
             Reason.SESSION_NOT_FOUND,
@@ -228,7 +229,7 @@ class Caller(Requests):
         async def ask(head: Head) -> Generation:
             return await head.complete(spec, context, plan.spec, generation_id, key, plan)
 
-        await self._have(plan, spec, generation_id, key, ask, None)
+        await self._have(Asked(plan, spec, generation_id, key, ask, None))
 
     async def _generate(self, mine: Knowledge) -> bool:
         """One generation of the session, to its end. False: the session is over."""
@@ -238,54 +239,62 @@ class Caller(Requests):
         async def ask(head: Head) -> Generation:
             return await head.generate(mine.session_id, generation_id, plan.spec, key, plan)
 
-        record = await self._have(plan, mine.spec, generation_id, key, ask, mine)
-        if record is None:
-            return True
-        if record.session_finished_s is not None:
-            return False
-        if plan.spec.extend_context and record.finished is not None and record.finished.output_tokens:
-            assert record.expected is not None
-            mine.context += record.expected.token_ids[: record.finished.output_tokens]
-        return True
+        asked = Asked(plan, mine.spec, generation_id, key, ask, mine)
+        record = await self._have(asked)
+        return record is None or self._ends(asked, record)
 
     def _names(self) -> tuple[str, RequestKey | None]:
         self._generations += 1
         chosen = f"{self.label}.{self._generations}" if self._rng.random() < 0.5 else ""
         return chosen, self._key("generate", needed=not chosen)
 
-    async def _have(
-        self,
-        plan: Plan,
-        spec: SessionSpec,
-        generation_id: str,
-        key: RequestKey | None,
-        ask: Callable[[Head], Awaitable[Generation]],
-        mine: Knowledge | None,
-    ) -> Record | None:
+    async def _have(self, asked: Asked, earlier: Transcript | None = None) -> Record | None:
         """Ask for a generation and stay with it to its end; None when it could not be had."""
-        rng = self._rng
+        rng, plan, generation_id = self._rng, asked.plan, asked.generation_id
+        self._asking = asked
         plan.cancelled_before = bool(generation_id) and rng.random() < 0.1
         if plan.cancelled_before:
             self._note("cancels %s before it asks for it", generation_id)
             result = await self._line.call(lambda head: head.cancel_generation(generation_id))
+            asked.cancel_told_s = asyncio.get_running_loop().time()
             if result.outcome is not CancelOutcome.HELD:
                 self._oracle.violation(f"a cancel of {generation_id}, yet to come, gave {result}")
             plan.cancelled_behind_s = self._world.heads.behind_s
             if self._line.lasts:
                 await asyncio.sleep(rng.random() * _HELD_S)
-        if key is not None and rng.random() < 0.2:
-            await self._ask_and_leave(ask)
-        generation = await self._patiently(spec, len(plan.context), self._or_attach(ask, generation_id))
+        if asked.key is not None and rng.random() < 0.2:
+            await self._ask_and_leave(asked.ask)
+        return await self._have_now(asked)
+
+    async def _ask_anew(self, asked: Asked) -> bool:
+        """Who read what is lost, and has not heard of that, reads on."""
+        before, asked.record = asked.record, None
+        reader = None if before is None or not asked.generation_id else before.first_reader
+        reads_on = reader is not None and reader.finished is None
+        record = await self._have_now(asked, reader if reads_on else None)
+        return record is None or self._ends(asked, record)
+
+    async def _have_now(self, asked: Asked, earlier: Transcript | None = None) -> Record | None:
+        rng, plan, key = self._rng, asked.plan, asked.key
+        ask = self._or_attach(asked.ask, asked.generation_id)
+        generation = await self._patiently(asked.spec, len(plan.context), ask)
+        self._asking = None
         if generation is None:
             return None
-        record = self._oracle.records[generation.generation_id]
+        record = asked.record = self._staying = self._oracle.records[generation.generation_id]
+        asked.told_s = asyncio.get_running_loop().time()
+        self._told_of[record.generation_id] = asked
+        if earlier is not None:
+            earlier.follows(record)
         if key is not None:
-            await self._ask_again(ask, generation, now=rng.random() < 0.3)
+            await self._ask_again(asked.ask, key, generation, now=rng.random() < 0.3)
         habits = pick_habits(rng, plan)
         async with asyncio.TaskGroup() as group:
-            reading = group.create_task(read_along(self._oracle, self._line, record, habits, rng))
+            along = read_along(self._oracle, self._line, record, habits, rng, earlier)
+            reading = group.create_task(along)
             self._line.owns(reading)
-            self._disturb(group, record, habits, mine)
+            self._disturb(group, record, habits, asked.mine)
+        await self._stay(record)
         return record
 
     async def _ask_and_leave(self, ask: Callable[[Head], Awaitable[Generation]]) -> None:
@@ -338,21 +347,35 @@ class Caller(Requests):
         await asyncio.sleep(after_s)
         record.session_finished_s = asyncio.get_running_loop().time()
         self._note("finishes %s while it generates", mine.session_id)
-        finishing = asyncio.ensure_future(self._line.call(self._finishes(mine.session_id)))
+        finishes = self._finishes(mine.session_id)
+
+        async def finish(head: Head) -> None:
+            await finishes(head)
+            if record.finished is None:
+                self._oracle.violation(f"{record.generation_id} outlives its session")
+
+        async def finish_and_tell() -> None:
+            await self._line.call(finish)
+            self._tells_end(mine)
+
+        mine.asked.append(None)
+        finishing = asyncio.ensure_future(finish_and_tell())
         self._line.owns(finishing)
-        while self._is_there(self._world.heads.head, mine):
-            await asyncio.sleep(0.01 if self._line.lasts else 0)
+        try:
+            while self._is_there(self._world.heads.head, mine):
+                await asyncio.sleep(0.01 if self._line.lasts else 0)
 
-        async def use(head: Head) -> object:
-            if self._line.lasts and self._is_there(head, mine):  # the finish went with its head
-                raise BrokenOffError
-            return await head.generate(mine.session_id, "", GenerationSpec(max_new_tokens=1), None, None)
+            async def use(head: Head) -> object:
+                if self._line.lasts and self._is_there(head, mine):  # the finish went with its head
+                    raise BrokenOffError
+                return await head.generate(mine.session_id, "", GenerationSpec(max_new_tokens=1), None, None)
 
-        with suppress(BrokenOffError):
-            await self._must_be_refused(Reason.SESSION_NOT_FOUND, use, again=False)
-        await finishing
-        if record.finished is None:
-            self._oracle.violation(f"{record.generation_id} outlives its session")
+            with suppress(BrokenOffError):
+                await self._must_be_refused(Reason.SESSION_NOT_FOUND, use, again=False)
+            await finishing
+        finally:
+            if self._line.may_lose:
+                finishing.cancel()
 
     @staticmethod
     def _is_there(head: Head | None, mine: Knowledge) -> bool:
@@ -360,14 +383,3 @@ class Caller(Requests):
             return head is not None and head.get_session(mine.session_id) is not None
         except FleetError:
             return False
-
-    # Helpers
-
-    async def _check_context(self, mine: Knowledge) -> None:
-        """The head means the same context (rule 6)."""
-        view = await self._line.look(lambda head: head.get_session(mine.session_id))
-        right = (len(mine.context), zlib.crc32(array("I", mine.context).tobytes()))
-        if (view.context_length, view.context_crc32) != right:
-            self._oracle.violation(
-                f"{mine.session_id}: {view.context_length} tokens, crc {view.context_crc32}; right is {right}"
-            )

@@ -70,7 +70,9 @@ class Heads:
         self.head: Head | None = None
         self.up = asyncio.Event()
         self.forgotten: Callable[[], None] = lambda: None  # called when a head's memory is gone
-        self.lost: Callable[[float], None] = lambda _kept_s: None  # and then; what was put before that is kept
+        self.lost: Callable[[float], None] = lambda _kept_s: (
+            None
+        )  # and then; what was put before that is kept
         self.immortal = False  # when the story is over
         self.killed_soon: list[tuple[float, float]] = []  # in the starts to come: after so long, down for
         if store is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from fleet_service.domain.specs import SessionSpec
@@ -43,17 +43,10 @@ class Knowledge:
         self.told.append((told_s, being))
         self.asked.clear()
 
-    def judge(
-        self, kept: Being | None, kept_s: float, also: Sequence[Being]
-    ) -> tuple[bool, list[Being | None]]:
-        """Whether it may be kept so, where all that was told before `kept_s` is; and what it may be kept as.
-
-        `also`: how it may have become meanwhile. From here on it is what it was kept as.
-        """
+    def may_be(self, kept_s: float) -> list[Being | None]:
+        """How it may be when all that was told before `kept_s` is kept."""
         sure = [being for told_s, being in self.told if told_s < kept_s][-1:] or [None]
-        later = [being for told_s, being in self.told if told_s >= kept_s]
-        may_be = [*sure, *later, *self.asked, *also]
-        return kept in may_be, may_be
+        return sure + [being for told_s, being in self.told if told_s >= kept_s]
 
 
 @dataclass(slots=True)
@@ -68,6 +61,7 @@ class Asked:
     mine: Knowledge | None
     record: Record | None = None  # once it was told of
     told_s: float = 0.0
+    over: bool = False  # its caller has seen its end
     cancel_told_s: float | None = None  # that of a cancel which waits for it
 
 

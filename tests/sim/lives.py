@@ -30,7 +30,7 @@ class Lives:
     def __init__(self, clock: Callable[[], float], store: SimStore | None) -> None:
         self._clock = clock
         self.store = store
-        self.telling = None if store is None else Telling(store, clock, self.violation)
+        self.telling = None if store is None else Telling(store, clock, self.violation, self.met)
         self.violations: list[str] = []
         self.records: dict[str, Record] = {}  # of the head that lives, and what it is to take up
         self.lives = 1  # of heads, so far
@@ -51,6 +51,10 @@ class Lives:
         self._behind_s = 0.0
 
     def violation(self, text: str) -> None:
+        raise NotImplementedError
+
+    def met(self, what: str) -> None:
+        """Something worth counting happened."""
         raise NotImplementedError
 
     def record_of(self, generation_id: str, epoch: int) -> Record | None:

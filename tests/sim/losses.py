@@ -1,4 +1,4 @@
-"""What a caller does about things that it was told and that went with the head: it sees what is left, and goes on.
+"""What a caller does when things that it was told went with the head: it sees what is left, and goes on.
 
 Whether they may be lost is judged in the moment the head dies, by what the store has then.
 """
@@ -9,6 +9,7 @@ import asyncio
 import random
 import zlib
 from array import array
+from collections.abc import Awaitable, Callable
 
 from fleet_service.domain.errors import Reason
 from fleet_service.runtime.generation import Generation
@@ -36,6 +37,7 @@ class Losses(Requests):
         self._talking: asyncio.Task[None] | None = None
         self.has_lost = False
         self._gone: list[Asked] = []
+        self._go_on: list[Asked] = []  # those that had not ended, as it is kept
         self._before: Being | None = None  # what was told of the session before that was lost
 
     # When a head dies
@@ -44,9 +46,11 @@ class Losses(Requests):
         """All that it was told before `kept_s` is there. It breaks off where it was told what is not."""
         self._judge_answers(store, kept_s)
         self._judge_cancel(store, kept_s)
-        session, generations = self._loses_session(store, kept_s), self._loses_generations(kept_s)
+        kept = None if self._mine is None else kept_as(store, self._mine.session_id)
+        session, generations = self._loses_session(kept, kept_s), self._loses_generations(store, kept_s)
         if not (session or generations or self.has_lost):
             return
+        self._starts_from(kept)
         self.has_lost = True
         self._oracle.met("what a caller was told is lost")
         if self._talking is not None:
@@ -65,20 +69,29 @@ class Losses(Requests):
         if asked is None or asked.cancel_told_s is None or ("", asked.generation_id) in store.saved.cancels:
             return
         if asked.generation_id not in self._oracle.records:
-            asked.plan.cancelled_before = False
             if asked.cancel_told_s < kept_s:
                 self._oracle.violation(f"{self.label}: the cancel of {asked.generation_id} is lost")
+            asked.plan.cancelled_before, asked.cancel_told_s = False, None
 
-    def _loses_session(self, store: SimStore, kept_s: float) -> bool:
+    def _loses_session(self, kept: Being | None, kept_s: float) -> bool:
         mine = self._mine
         if mine is None:
             return False
-        kept = kept_as(store, mine.session_id)
-        right, may_be = mine.judge(kept, kept_s, self._extended(mine))
-        if not right:
+        newer = [*mine.asked, *self._extended(mine)]
+        may_be = [*mine.may_be(kept_s), *newer]
+        if kept not in may_be:
             self._oracle.violation(f"{mine.session_id} is kept as {kept}, it may only be one of {may_be}")
-        if kept == mine.being or kept in mine.asked or kept in self._extended(mine):
-            return False
+        return kept != mine.being and kept not in newer
+
+    def _starts_from(self, kept: Being | None) -> None:
+        """All is as it is kept."""
+        told_of = self._told_of.values()
+        self._go_on = [each for each in told_of if each.record is not None and each.record.finished is None]
+        for asked in self._go_on:
+            asked.over = False
+        mine = self._mine
+        if mine is None:
+            return
         self._before = mine.being
         mine.is_told(kept, asyncio.get_running_loop().time())
         if kept is not None:
@@ -86,22 +99,22 @@ class Losses(Requests):
             for asked in self._told_of.values():
                 if asked.record is not None:
                     asked.record.session_finished_s = None  # the session is not over
-        return True
 
     def _extended(self, mine: Knowledge) -> list[Being]:
         """The session as its generations may have left it, of whose end the caller has not heard."""
-        context = tuple(mine.context)
+        context, over = tuple(mine.context), {name for name, each in self._told_of.items() if each.over}
         return [
             Being(context + record.expected.token_ids[: record.finished.output_tokens])
             for record in self._oracle.records.values()
             if record.session_id == mine.session_id
+            and record.generation_id not in over
             and record.plan.spec.extend_context
             and record.plan.context == context
             and record.finished is not None
             and record.expected is not None
         ]
 
-    def _loses_generations(self, kept_s: float) -> bool:
+    def _loses_generations(self, store: SimStore, kept_s: float) -> bool:
         ended = False
         for name, asked in list(self._told_of.items()):
             record = asked.record
@@ -110,6 +123,7 @@ class Losses(Requests):
             if record.lost:
                 del self._told_of[name]
                 self._gone.append(asked)
+                asked.plan.cancelled_before = ("", asked.generation_id) in store.saved.cancels
                 if asked.told_s < kept_s:
                     self._oracle.violation(f"{name}, told of at {asked.told_s:.4f} s, is lost")
         return ended or bool(self._gone)
@@ -118,19 +132,17 @@ class Losses(Requests):
 
     async def _take_stock(self) -> Knowledge | None:
         """The session as it is now, if there is one, with nothing under way."""
-        self.has_lost, mine = False, self._mine
+        self.has_lost, self._asking, mine = False, None, self._mine
         gone, self._gone = self._gone, []
         self._note("has been told what is lost: %d generations, %s", len(gone), self._before)
         for asked in gone:
             await self._must_be_refused(Reason.GENERATION_NOT_FOUND, _finding(asked.record))
+        for asked in self._go_on:
+            if asked.record is not None:
+                await self._stay(asked.record)
+                self._ends(asked, asked.record)
         if mine is not None:
             await self._see_session(mine)
-        for asked in list(self._told_of.values()):
-            record = asked.record
-            assert record is not None
-            if record.finished is None:
-                await self._stay(record)
-                self._ends(asked, record)
         if mine is not None and mine.being is None:
             mine = self._mine = None
         if mine is not None and not await self._is_resumed(mine):
@@ -139,7 +151,8 @@ class Losses(Requests):
             if self._may_ask_again(asked, mine) and self._rng.random() < _ASKS_AGAIN:
                 self._note("asks again for %s", asked.generation_id or "a generation")
                 self._oracle.met("a lost request is carried out again")
-                await self._ask_anew(asked)
+                if not await self._ask_anew(asked):
+                    return None
         return mine
 
     async def _see_session(self, mine: Knowledge) -> None:
@@ -149,8 +162,7 @@ class Losses(Requests):
             await self._must_be_refused(Reason.SESSION_NOT_FOUND, _seeing(mine.session_id))
             return
         await self._check_context(mine)
-        quiet = all(asked.record is None or asked.record.finished is not None for asked in self._told_of.values())
-        if before is None or now.parked or not quiet or len(before.context) == len(now.context):
+        if before is None or now.parked or len(before.context) == len(now.context):
             return
         await self._must_be_refused(
             Reason.CONTEXT_CHANGED,
@@ -187,7 +199,8 @@ class Losses(Requests):
         await self._check_context(mine)
         return resumed is not None
 
-    async def _ask_anew(self, asked: Asked) -> None:
+    async def _ask_anew(self, asked: Asked) -> bool:
+        """False: the session is over."""
         raise NotImplementedError
 
     # What it is told
@@ -203,7 +216,7 @@ class Losses(Requests):
 
     def _ends(self, asked: Asked, record: Record) -> bool:
         """It has ended, and its output may have joined the context. False: its session is over."""
-        mine = asked.mine
+        mine, asked.over = asked.mine, True
         if mine is None:
             return True
         if record.session_finished_s is not None:
@@ -222,3 +235,17 @@ class Losses(Requests):
             self._oracle.violation(
                 f"{mine.session_id}: {view.context_length} tokens, crc {view.context_crc32}; right is {right}"
             )
+
+
+def _finding(record: Record | None) -> Callable[[Head], Awaitable[Generation]]:
+    async def find(head: Head) -> Generation:
+        return head.find_generation("" if record is None else record.generation_id)
+
+    return find
+
+
+def _seeing(session_id: str) -> Callable[[Head], Awaitable[SessionView]]:
+    async def see(head: Head) -> SessionView:
+        return head.get_session(session_id)
+
+    return see

@@ -30,8 +30,10 @@ class _Answered:
     """A request with an id, and what came of it."""
 
     ask: Callable[[Head], Awaitable[Answer]]
+    key: RequestKey
     answer: object
     life: int  # of the head that answered
+    told_s: float
 
 
 class Requests:
@@ -83,14 +85,14 @@ class Requests:
     # The same again
 
     async def _ask_again(
-        self, ask: Callable[[Head], Awaitable[Answer]], answer: Answer, *, now: bool
+        self, ask: Callable[[Head], Awaitable[Answer]], key: RequestKey, answer: Answer, *, now: bool
     ) -> None:
         """The same request once more, now or when another head lives: the same answer."""
-        given = _told(answer)
+        given, told_s = _told(answer), asyncio.get_running_loop().time()
         if now and _told(await self._line.call(ask)) != given:
             self._oracle.violation(f"{self.label}: one request got {given}, and then another answer")
         if self._line.lasts:
-            self._answered.append(_Answered(ask, given, self._line.lives))
+            self._answered.append(_Answered(ask, key, given, self._line.lives, told_s))
 
     async def _remember_answers(self) -> None:
         """Heads that came after give the answers of those before."""

@@ -66,7 +66,7 @@ class SimStore:
         self.ran_for: Callable[[float], float] = lambda now_s: now_s
         """How long its head has run without standing still. Set by the world."""
         self.fails: Callable[[], None] = lambda: None
-        """Called when its head must have seen that nothing can be kept now, once each time. Set by the world."""
+        """Called once its head must have seen that nothing can be kept now. Set by the world."""
         self.spells = 0  # of failing writes, so far
         self._failed_writes = 0  # since the last that did not fail
         self._trouble: StoreTrouble | None = None
@@ -193,7 +193,9 @@ class Access:
         if self._tells_ahead:
             since_s = min(since_s, self._store.ran_for(now_s))
         if since_s <= self._gathers_s or self._gathers_s < 0:
-            return self._last_began_s  # what came while the one before was written has waited since that began
+            return (
+                self._last_began_s
+            )  # what came while the one before was written has waited since that began
         return now_s - self._gathers_s
 
     # SessionStore

@@ -304,7 +304,7 @@ class Strikes:
     async def _done_once(
         self, operation: Callable[[Head], Awaitable[None]], done: Reason, asked: dict[str, int]
     ) -> None:
-        """Have it done, again where that was lost; `done` is the answer where the head that died has done it."""
+        """Have it done, again where that was lost; `done`: the answer where a head that died has done it."""
         while True:
             try:
                 await self._line.call(operation)

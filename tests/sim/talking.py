@@ -83,7 +83,7 @@ class Talk:
                 raise BrokenOffError
 
     async def is_kept(self) -> bool:
-        """Once what was told until now is kept whatever happens; False when a head died first that lost it."""
+        """Once what was told until now is kept for good; False when a head died first that lost it."""
         if not self.may_lose or self._heads.store is None or self._oracle.telling is None:
             return True
         told_s, life = asyncio.get_running_loop().time(), self.lives

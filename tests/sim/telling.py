@@ -19,11 +19,16 @@ class Telling:
     """Judges what is told by the heads that have a store, one after the other."""
 
     def __init__(
-        self, store: SimStore, clock: Callable[[], float], violation: Callable[[str], None]
+        self,
+        store: SimStore,
+        clock: Callable[[], float],
+        violation: Callable[[str], None],
+        met: Callable[[str], None],
     ) -> None:
         self._store = store
         self._clock = clock
         self._violation = violation
+        self.met = met
         self.ahead = False  # whether the head that lives tells before it keeps
         self._deaths: list[tuple[float, float]] = []  # of heads, and until when all that was put is kept
         self._spell = 0
@@ -69,8 +74,8 @@ class Telling:
         )
         if more:
             self._violation(
-                f"{name} of {record.generation_id}: {event} is shown while nothing can be kept, {shown} tokens"
-                " were before that"
+                f"{name} of {record.generation_id}: {event} is shown while nothing can be kept,"
+                f" {shown} tokens were before that"
             )
 
     # When it dies

@@ -59,12 +59,16 @@ class Transcript:
             self._violation(f"{self._name} has {self.next_index} tokens, all sure, and is told: {refusal}")
         if next_index != sure or next_index > self.next_index:
             self._violation(f"{self._name} has {self.next_index} tokens, of which {sure} are sure: {refusal}")
+        if self._telling is not None:
+            self._telling.met("a reader is told what it has lost")
         first = self.next_index - len(self.token_ids)
         del self.token_ids[max(0, next_index - first) :]
         self.next_index = next_index
 
     def follows(self, record: Record) -> None:
         """The generation was lost, and asked for again: under its id there is another one."""
+        if self._telling is not None and self.next_index:
+            self._telling.met("a reader reads on after its generation was lost")
         self.record = record
 
     def feed(self, events: Sequence[Event]) -> None:

@@ -156,6 +156,8 @@ class World:
             for number in range(count)
             if mask.has_caller(number)
         ]
+        if self.heads.relaxed:
+            self.heads.lost = self._lost
 
     # What callers ask of it
 
@@ -183,6 +185,13 @@ class World:
         if head is not None:
             generation = head.find_generation(command.generation_id)
             self.oracle.asked(command, generation.log.received)
+
+    def _lost(self, kept_s: float) -> None:
+        """A head has died; what callers were told before that time is kept, under STRICT all."""
+        store, telling = self.store, self.oracle.telling
+        if store is not None and telling is not None:
+            for caller in self.callers:
+                caller.head_died(store, kept_s if telling.ahead else self.loop.time() + 1.0)
 
     # The run
 
