@@ -1,9 +1,9 @@
-"""`make demo`: a fleet of real processes at work while its nodes die and freeze.
+"""`make demo`: a fleet of real processes at work while its nodes die and freeze, and then its head.
 
 Three stub nodes and a head are started, a slice of a real request trace is replayed, one node is killed and
-started again, another one frozen for a while. Every answer is compared with what an undisturbed node would
-have said. Exits with 0 only when every token of every answer came once, in order, and right, and some of
-them had to move.
+started again, another one frozen for a while; at last the head itself is killed and started again. Every
+answer is compared with what an undisturbed node would have said. Exits with 0 only when every token of every
+answer came once, in order, and right, some of them had to move, and some outlived the head.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from examples import trace
 from examples.ledger import Entry, total
@@ -31,7 +32,7 @@ from fleet.v1.fleet_service_pb2 import (
     SessionSpec,
 )
 from fleet.v1.types_pb2 import FinishReason, SamplingParams
-from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient
+from fleet_service.client import CallError, FleetClient
 from node_stub.reference import StubModel, effective_seed, reference_tokens
 
 MODEL = StubModel(name="demo")
@@ -48,16 +49,23 @@ KILL_AT, FREEZE_AT = 0.15, 0.45
 WORTHWHILE_STREAMS = 3
 REBOOT_S = 3.0
 FROZEN_AFTER_MOVES_S = 3.0
+# Requests kept for the last act, in which the head dies, and how long it may be away.
+LAST_ACT = 12
+AWAY_S = 30.0
 _POLL_S = 0.02
 
 
 @dataclass(slots=True)
 class Fleet:
-    """The processes: the head, and the nodes and their addresses by name."""
+    """The processes: the head, and the nodes and their addresses by name. `data`: what the head keeps."""
 
     children: Children
+    data: Path
     nodes: dict[str, Child] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
+    head: Child | None = None
+    callers: str = "127.0.0.1:0"
+    operators: str = "127.0.0.1:0"
 
     async def start_node(self, name: str) -> None:
         """Start a node, or start it again where it was."""
@@ -68,13 +76,20 @@ class Fleet:
         self.nodes[name], line = await self.children.start(name, command, f"fleet-node: {name} on ")
         self.addresses[name] = line.rpartition(" ")[2]
 
-    async def start_head(self) -> tuple[str, str]:
-        """Start the head; gives its addresses for callers and operators."""
-        command = [command_of("fleet"), "serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+    async def start_head(self) -> None:
+        """Start the head, or start it again where it was, with what it has kept."""
+        command = [command_of("fleet"), "serve", "--data-dir", str(self.data)]
+        command += ["--listen", self.callers, "--admin-listen", self.operators]
         command += [f"--node={address}" for address in self.addresses.values()]
-        _, line = await self.children.start("head", command, "fleet: serving")
+        self.head, line = await self.children.start("head", command, "fleet: serving")
         words = line.replace(",", "").split()
-        return words[words.index("callers") + 2], words[words.index("admin") + 2]
+        self.callers = words[words.index("callers") + 2]
+        self.operators = words[words.index("admin") + 2]
+
+    async def kill_head(self) -> None:
+        assert self.head is not None
+        self.head.kill()
+        await self.head.process.wait()
 
 
 class Demo:
@@ -88,17 +103,22 @@ class Demo:
 
     async def run(self, client: FleetClient) -> None:
         """Replay the trace to its end, with troubles on the way."""
+        all_of_it = list(zip(self._requests, self.entries, strict=True))
         async with asyncio.TaskGroup() as tasks:
             shown = tasks.create_task(self._show())
             troubles = tasks.create_task(self._troubles())
             began_s = time.monotonic()
             answers = []
-            for request, entry in zip(self._requests, self.entries, strict=True):
+            for request, entry in all_of_it[:-LAST_ACT]:
                 await asyncio.sleep(began_s + request.at_s * STRETCH - time.monotonic())
                 answers.append(tasks.create_task(_answer(client, request, entry)))
-            await asyncio.gather(*answers)
+            answered: asyncio.Future[Any] = asyncio.gather(*answers)
+            await asyncio.wait([troubles, answered], return_when=asyncio.FIRST_COMPLETED)
             # A trouble that found no time to happen is not made up for: `moved` tells.
             troubles.cancel()
+            last = [tasks.create_task(_answer(client, *each)) for each in all_of_it[-LAST_ACT:]]
+            await self._last_act()
+            await asyncio.gather(answered, *last)
             shown.cancel()
         self._update()
 
@@ -132,6 +152,22 @@ class Demo:
         self._fleet.nodes[frozen].thaw()
         self._screen.event(f"SIGCONT {frozen}: what it still had to say goes nowhere")
 
+    async def _last_act(self) -> None:
+        """Kill the head once it has begun all that was asked; start it again, and see all of it go on."""
+        await _until(lambda: all(entry.done or entry.received for entry in self.entries))
+        caught = [entry for entry in self.entries if entry.streaming]
+        self._screen.event(f"SIGKILL the head, with {len(caught)} answers under way")
+        killed_s = time.monotonic()
+        await self._fleet.kill_head()
+        await self._fleet.start_head()
+        took_s = time.monotonic() - killed_s
+        self._screen.event(f"the head started again with what it had kept, {took_s:.2f} s after the kill")
+        await _until(lambda: all(entry.done or entry.outlived for entry in caught))
+        longest_s = max((entry.away_s for entry in caught), default=0.0)
+        self._screen.event(
+            f"all {len(caught)} went on or were complete; the longest gap was {longest_s:.2f} s"
+        )
+
     async def _busy_node(self, answered_part: float, among: Sequence[str]) -> tuple[str, list[Entry]]:
         """Wait for the moment, and for a node in the middle of some answers; gives it and those."""
         while True:
@@ -145,12 +181,16 @@ class Demo:
             await asyncio.sleep(_POLL_S)
 
 
-async def _all_left(caught: Sequence[Entry]) -> None:
-    """Wait until each of these answers is complete, or goes on at another node than it was caught on."""
+async def _until(condition: Callable[[], bool]) -> None:
     while True:
-        if all(entry.done or entry.node != entry.caught_on for entry in caught):
+        if condition():
             return
         await asyncio.sleep(_POLL_S)
+
+
+async def _all_left(caught: Sequence[Entry]) -> None:
+    """Wait until each of these answers is complete, or goes on at another node than it was caught on."""
+    await _until(lambda: all(entry.done or entry.node != entry.caught_on for entry in caught))
 
 
 def _sampling(request: trace.Request) -> SamplingParams:
@@ -172,10 +212,10 @@ async def _answer(client: FleetClient, request: trace.Request, entry: Entry) -> 
             model=MODEL.name, sampling=_sampling(request), expected_output_tokens=request.answer_tokens
         ),
         token_ids=request.prompt,
-        spec=GenerationSpec(max_new_tokens=request.answer_tokens, disconnect_grace_ms=REATTACH_GRACE_MS),
+        spec=GenerationSpec(max_new_tokens=request.answer_tokens, disconnect_grace_ms=round(1000 * AWAY_S)),
     )
     try:
-        async with aclosing(client.complete(asked)) as events:
+        async with aclosing(client.complete(asked, lambda _: entry.cut_off())) as events:
             async for event in events:
                 _note(entry, event)
     except CallError as error:
@@ -214,21 +254,22 @@ async def demonstrate(folder: Path, sessions: int, *, as_json: bool) -> int:
     requests = trace.load(sessions, MODEL.vocab_size)
     with make_screen(len(requests), as_json=as_json) as screen:
         async with Children(folder) as children, asyncio.timeout(DEADLINE_S):
-            fleet = Fleet(children)
+            fleet = Fleet(children, folder / "kept")
             await asyncio.gather(*(fleet.start_node(name) for name in NODES))
-            callers, admin = await fleet.start_head()
-            async with FleetClient(callers, admin) as client:
+            await fleet.start_head()
+            async with FleetClient(fleet.callers, fleet.operators, reattach_s=AWAY_S) as client:
                 await _await_nodes(client)
-                screen.event(f"a head on {callers} and nodes {', '.join(NODES)} are up")
+                screen.event(f"a head on {fleet.callers} and nodes {', '.join(NODES)} are up")
                 demo = Demo(requests, fleet, screen)
                 await demo.run(client)
     return verdict(demo.entries, as_json=as_json)
 
 
 def verdict(entries: list[Entry], *, as_json: bool) -> int:
-    """Print the totals; 0 only if every answer is exact and some had to move."""
+    """Print the totals; 0 only if every answer is exact, some had to move, and some outlived the head."""
     sums = total(entries)
-    shown = sums.exact == sums.sessions and not sums.lost and not sums.repeated and sums.moved > 0
+    right = sums.exact == sums.sessions and not sums.lost and not sums.repeated
+    shown = right and sums.moved > 0 and sums.outlived > 0
     if as_json:
         print(json.dumps({"shown": shown, **asdict(sums)}))
     else:
@@ -239,9 +280,12 @@ def verdict(entries: list[Entry], *, as_json: bool) -> int:
                 print(f"not exact: an answer of {len(entry.expected)} tokens: {wrong}")
         if not sums.moved:
             print("no answer had to move, so nothing was shown")
+        if not sums.outlived:
+            print("no answer was under way when the head died, so that was not shown")
     line = (
         f"demo: {sums.sessions} sessions, {sums.exact} exact, {sums.lost} lost,"
-        f" {sums.repeated} repeated, {sums.moved} moved"
+        f" {sums.repeated} repeated, {sums.moved} moved,"
+        f" {sums.outlived} outlived the head (longest gap {sums.longest_away_s:.2f} s)"
     )
     print(line, file=sys.stderr if as_json else sys.stdout)
     return 0 if shown else 1

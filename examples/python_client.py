@@ -7,6 +7,7 @@ The same program in Go, Java and TypeScript lies beside it; README.md has what t
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -274,6 +275,10 @@ def main() -> int:
             said = decode(error)
             note(str(said))
             return REFUSED if said.reason else NOT_REACHED
+        except BrokenPipeError:
+            # Who read the tokens has enough, `head` for instance. What is not written is not tried again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ENDED_TOO_EARLY
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.ledger import UNDISTURBED, Entry, by_fate, total
+from examples.ledger import HEAD_DIED, UNDISTURBED, Entry, by_fate, total
 
 _LINE_EVERY_S = 2.0
 
-# What a first move's cause (fleet.v1.MoveCause) looked like from outside.
+# What happened, or a first move's cause (fleet.v1.MoveCause), as it looked from outside.
 _FATES = {
     UNDISTURBED: "undisturbed",
+    HEAD_DIED: "head died",
     "LINK_LOST": "node died",
     "NODE_SILENT": "node fell silent",
     "REBALANCED": "moved to a freer node",

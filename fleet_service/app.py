@@ -177,7 +177,12 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
         async with asyncio.TaskGroup() as tasks:
             health = tasks.create_task(_tell_health(head, callers))
             where = _addresses(config, callers, admin, joining, metrics_at, page_at)
-            _log.info("serving", callers=where.callers, admin=where.admin, nodes=list(config.nodes))
+            _log.info(
+                "serving",
+                callers=where.callers,
+                admin=where.admin,
+                nodes=[node.address for node in head.fleet.nodes],
+            )
             ready(where)
             await stop.asked.wait()
             health.cancel()
@@ -193,6 +198,7 @@ async def _keeping(
     """What outlives the head. Raises StartError; asks for the end when nothing can be kept any more."""
 
     def broken(error: StoreError) -> None:
+        _log.error("store_lost", error=str(error))
         stop.failed = f"the head ends, since it can keep nothing any more: {error}"
         # At once: no stream can end any more.
         stop.ask()

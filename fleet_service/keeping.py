@@ -40,7 +40,7 @@ class Keeping:
 def folder_of(store: StoreConfig, head_id: str, environ: Mapping[str, str]) -> Path:
     """Where a head keeps what is its own: as set, as a service manager says, or among the user's files."""
     if store.folder:
-        return Path(store.folder)
+        return Path(store.folder).expanduser().absolute()
     if given := environ.get("STATE_DIRECTORY"):
         return Path(given.partition(":")[0])
     home = Path(environ.get("HOME") or "~").expanduser()
@@ -50,8 +50,9 @@ def folder_of(store: StoreConfig, head_id: str, environ: Mapping[str, str]) -> P
 def advice_on(error: StoreError, store: StoreConfig) -> str:
     """What to do where a head cannot start for it: the rest of its sentence."""
     if error.trouble is StoreTrouble.IN_USE:
-        by_name = "" if store.folder else ", or a name of its own with --set head.head_id=NAME"
-        return f" with --data-dir FOLDER{by_name}"
+        # Heads of one name at the same nodes take each other's sessions away.
+        folder = " and a folder of its own with --data-dir FOLDER" if store.folder else ""
+        return f" with --set head.head_id=NAME{folder}"
     if error.may_pass:
         return "; name another folder with --data-dir FOLDER, or keep nothing with --durability memory"
     return ""
@@ -68,6 +69,7 @@ async def keeping(
     """The store, open within the block; `broken` and `committed` as of StoreJournal. Raises StoreError."""
     durability = Durability(config.durability)
     if durability is Durability.MEMORY:
+        _log.info("keeping nothing", durability=durability.value)
         yield Keeping(Kept())
         return
     folder = folder_of(config, head_id, os.environ)

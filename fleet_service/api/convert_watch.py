@@ -10,7 +10,14 @@ from fleet_service.api.convert_admin import drain_message, node_message
 from fleet_service.api.convert_shared import timestamp
 from fleet_service.domain.events import Moved
 from fleet_service.domain.session_table import SessionState
+from fleet_service.runtime.journal import Durability
 from fleet_service.runtime.views import DrainInfo, EndedOn, FleetChange, FleetSummary, PlacedOn, Turn
+
+_DURABILITIES: Mapping[Durability, admin.Durability] = {
+    Durability.MEMORY: admin.DURABILITY_MEMORY,
+    Durability.RELAXED: admin.DURABILITY_RELAXED,
+    Durability.STRICT: admin.DURABILITY_STRICT,
+}
 
 
 def drain_response(node: str, drain: DrainInfo) -> admin.DrainNodeResponse:
@@ -40,6 +47,8 @@ def summary_message(summary: FleetSummary) -> admin.FleetSummary:
         context_tokens=summary.context_tokens,
         books_balance=summary.books_balance,
         stopping=summary.stopping,
+        durability=_DURABILITIES[summary.durability],
+        store_trouble=summary.store_trouble,
     )
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 
 import typer
 from grpc_health.v1 import health_pb2
 
 from fleet.v1.admin_service_pb2 import (
+    DURABILITY_MEMORY,
+    DURABILITY_RELAXED,
+    DURABILITY_STRICT,
+    Durability,
+    FleetSummary,
     ListNodesRequest,
     ListNodesResponse,
     Node,
     NodeFeature,
     NodeProbe,
     ProbeNodesRequest,
+    WatchFleetRequest,
 )
 from fleet_service.cli.findings import (
     Callers,
@@ -46,6 +53,11 @@ from fleet_service.client import CallError, FleetClient, UnreachableError
 _TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 5.0
 _CALLERS_SERVICE = "fleet.v1.FleetService"
+_KEPT = {
+    DURABILITY_STRICT: "on disk, strict",
+    DURABILITY_RELAXED: "on disk, relaxed",
+    DURABILITY_MEMORY: "in memory only: sessions end with the head",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -74,16 +86,29 @@ async def _examine(head: Head, callers_address: str, *, as_json: bool) -> int:
             client.ask(client.admin.ProbeNodes(ProbeNodesRequest(), timeout=head.timeout_s)),
             _callers_health(client, min(head.timeout_s, _HEALTH_TIMEOUT_S)),
         )
+        summary = await _summary_of(client, head.timeout_s)
         listed = await client.ask(client.admin.ListNodes(ListNodesRequest(), timeout=head.timeout_s))
     by_address = {probe.address: probe for probe in probes.probes}
-    seen = HeadSeen(callers, detail, listed.books_balance, advice)
+    seen = HeadSeen(callers, detail, listed.books_balance, advice, summary.store_trouble)
     found = findings(seen, listed.nodes, by_address, listed.names)
     if as_json:
-        print_json(_as_object(seen, listed, by_address, found))
+        print_json(_as_object(seen, summary, listed, by_address, found))
     else:
-        for line in _lines(seen, listed.nodes, by_address, found):
+        for line in _lines(seen, summary, listed.nodes, by_address, found):
             tell(line)
     return 0 if healthy(found) else FAILED
+
+
+async def _summary_of(client: FleetClient, timeout_s: float) -> FleetSummary:
+    """The head's own account; empty where it gives none, which must not keep the rest from being told."""
+    call = client.admin.WatchFleet(WatchFleetRequest(without_events=True))
+    try:
+        async with aclosing(client.messages(call, timeout_s)) as messages:
+            async for message in messages:
+                return message.summary
+    except CallError:
+        pass
+    return FleetSummary()
 
 
 async def _callers_health(client: FleetClient, timeout_s: float) -> tuple[Callers, str, str]:
@@ -108,7 +133,11 @@ async def _callers_health(client: FleetClient, timeout_s: float) -> tuple[Caller
 
 
 def _as_object(
-    head: HeadSeen, listed: ListNodesResponse, probes: Mapping[str, NodeProbe], found: Sequence[Finding]
+    head: HeadSeen,
+    summary: FleetSummary,
+    listed: ListNodesResponse,
+    probes: Mapping[str, NodeProbe],
+    found: Sequence[Finding],
 ) -> dict[str, object]:
     return {
         "healthy": healthy(found),
@@ -116,6 +145,8 @@ def _as_object(
             "callers": head.callers,
             "callers_detail": head.callers_detail,
             "books_balance": head.books_balance,
+            "durability": enum_name(Durability.DESCRIPTOR, summary.durability).lower(),
+            "store_trouble": head.store_trouble,
         },
         "nodes": [
             {
@@ -130,11 +161,17 @@ def _as_object(
 
 
 def _lines(
-    head: HeadSeen, nodes: Sequence[Node], probes: Mapping[str, NodeProbe], found: Sequence[Finding]
+    head: HeadSeen,
+    summary: FleetSummary,
+    nodes: Sequence[Node],
+    probes: Mapping[str, NodeProbe],
+    found: Sequence[Finding],
 ) -> Iterator[str]:
     yield "head"
     yield _field("callers", head.callers.replace("_", " "))
     yield _field("books", "balance" if head.books_balance else "do not balance")
+    if summary.durability in _KEPT:
+        yield _field("kept", _KEPT[summary.durability])
     for node in nodes:
         yield ""
         yield node.name if node.name == node.address else f"{node.name} at {node.address}"

@@ -87,12 +87,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HeadSeen:
-    """The head as a whole. Where its callers' listener is unreachable: why, and what to do."""
+    """The head as a whole. Where its callers' listener is unreachable: why, and what to do.
+
+    `store_trouble`: why nothing can be kept on disk; empty = all is well.
+    """
 
     callers: Callers
     callers_detail: str
     books_balance: bool
     callers_advice: str = ""
+    store_trouble: str = ""
 
 
 def findings(
@@ -109,6 +113,11 @@ def findings(
 def healthy(found: Iterable[Finding]) -> bool:
     """Nothing is wrong; notes are not wrong."""
     return all(each.severity is Severity.NOTE for each in found)
+
+
+def nothing_kept(trouble: str) -> str:
+    """A head whose store fails, in a line."""
+    return f"nothing can be kept on disk: {trouble}; new work is refused and streams wait"
 
 
 def advised(detail: str) -> tuple[str, str]:
@@ -133,6 +142,13 @@ def _parted(detail: str) -> tuple[str, str]:
 
 def _of_head(head: HeadSeen, nodes: Sequence[Node]) -> Iterator[Finding]:
     usable = [node for node in nodes if node.state == NODE_STATE_UP]
+    if head.store_trouble:
+        yield Finding(
+            Severity.ERROR,
+            "",
+            nothing_kept(head.store_trouble),
+            "make room there, or mend what is wrong: once it can be written again, all goes on by itself",
+        )
     if head.callers is Callers.UNREACHABLE:
         yield Finding(
             Severity.ERROR,
@@ -148,12 +164,13 @@ def _of_head(head: HeadSeen, nodes: Sequence[Node]) -> Iterator[Finding]:
             "the head is shutting down and takes no new work",
             "wait until it is gone and start it again, or ask another",
         )
-    elif head.callers is Callers.NOT_SERVING and usable:
+    elif head.callers is Callers.NOT_SERVING and usable and not head.store_trouble:
         yield Finding(
             Severity.WARNING,
             "",
             "callers are told NOT_SERVING though a node is up",
-            "look again: a node that has just come up shows in the health within a second",
+            "look again: a node that has just come up shows in the health within a second; see the head's log"
+            " if it stays so",
         )
     if not nodes:
         yield Finding(Severity.ERROR, "", "the head has no nodes", "add one with `fleet nodes add HOST:PORT`")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,18 +16,16 @@ from fleet.v1.fleet_service_pb2 import (
     CancelGenerationRequest,
     CompleteRequest,
     CreateSessionRequest,
-    Finished,
     GenerateRequest,
     GenerationEvent,
     GenerationSpec,
     GetSessionRequest,
     ListModelsRequest,
-    Moved,
     Session,
     SessionSpec,
 )
-from fleet.v1.fleet_service_pb2 import MoveCause as MoveCauseEnum
-from fleet.v1.types_pb2 import FinishReason, SamplingParams, TokenSequence
+from fleet.v1.types_pb2 import SamplingParams, TokenSequence
+from fleet_service.cli.answers import Printer, given_address
 from fleet_service.cli.kinds import HeadCommand
 from fleet_service.cli.options import (
     CALLERS,
@@ -38,25 +35,10 @@ from fleet_service.cli.options import (
     parse_labels,
     parse_tokens,
 )
-from fleet_service.cli.output import count, duration, enum_name, plain, print_json, say, terminal_width
-from fleet_service.cli.running import (
-    FAILED,
-    UNKNOWN_MODEL,
-    WRONG_USE,
-    Head,
-    closest,
-    facts_of,
-    fail,
-    report,
-    run,
-)
-from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient, Reattached
+from fleet_service.cli.output import count
+from fleet_service.cli.running import FAILED, UNKNOWN_MODEL, WRONG_USE, Head, closest, fail, run
+from fleet_service.client import REATTACH_GRACE_MS, CallError, FleetClient
 
-_WHOLE_ANSWERS = (
-    FinishReason.FINISH_REASON_EOS,
-    FinishReason.FINISH_REASON_STOP,
-    FinishReason.FINISH_REASON_LENGTH,
-)
 _CANCEL_TIMEOUT_S = 3.0
 
 
@@ -85,6 +67,7 @@ class _Order:
 
 
 def generate(  # noqa: PLR0913 - one argument per option
+    context: typer.Context,
     *,
     tokens: Annotated[
         str,
@@ -130,7 +113,8 @@ def generate(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Generate tokens and print their ids as they come; Ctrl-C cancels.
 
-    Moves between nodes and the summary go to standard error.
+    Moves between nodes and the summary go to standard error. A head that is away is waited for, 10 s; an
+    answer that was broken off there is taken up with `fleet attach`.
 
     Exits with 0 when the answer is whole (EOS, STOP, LENGTH), with 1 when it ended otherwise.
     """
@@ -161,7 +145,8 @@ def generate(  # noqa: PLR0913 - one argument per option
         generation_id=f"cli-{uuid.uuid4().hex}",
     )
     head = Head.for_callers(address)
-    run(_generate(order, head, as_json=as_json), head=head, as_json=as_json)
+    printer = Printer(as_json=as_json, where=given_address(context, address), asked=spec)
+    run(_generate(order, head, printer), head=head, as_json=as_json)
 
 
 def _sampling(**given: float | None) -> SamplingParams | None:
@@ -169,20 +154,14 @@ def _sampling(**given: float | None) -> SamplingParams | None:
     return SamplingParams(**said) if said else None
 
 
-async def _generate(order: _Order, head: Head, *, as_json: bool) -> int:
+async def _generate(order: _Order, head: Head, printer: Printer) -> int:
     async with head.client() as client:
-        printer = _Printer(order.generation, as_json=as_json)
         try:
             if order.session_id:
                 await _prepare_session(client, order)
-            async with aclosing(_events(client, order, printer)) as events:
-                async for event in events:
-                    printer.take(event)
+            await printer.take_all(_events(client, order, printer))
         except CallError as error:
-            if error.reason == "DATA_LOSS" and not as_json:
-                printer.note(_loss_text(error))
-                return FAILED
-            report(error, head=head, as_json=as_json, advice=await _advice(client, error, order.spec.model))
+            printer.failed(error, head=head, advice=await _advice(client, error, order.spec.model))
             return FAILED
         except asyncio.CancelledError:
             await _cancel(client, order.generation_id, printer)
@@ -202,21 +181,35 @@ async def _advice(client: FleetClient, error: CallError, model: str) -> str:
 
 
 async def _prepare_session(client: FleetClient, order: _Order) -> None:
-    """Append the prompt to the session; make the session when it is missing and a model is named."""
+    """Append the prompt to the session; where a model is named, make the session when it is missing."""
+    refusal = None
+    if order.spec.model:
+        refusal = await _make_session(client, order)
+        if refusal is None:
+            return
+    get = GetSessionRequest(session_id=order.session_id)
     try:
-        found = await client.ask(
-            client.fleet.GetSession(GetSessionRequest(session_id=order.session_id), timeout=TIMEOUT_S)
-        )
+        found = await client.ask(client.fleet.GetSession(get, timeout=TIMEOUT_S))
     except CallError as error:
-        if error.reason != "SESSION_NOT_FOUND" or not order.spec.model:
-            raise
-        create = CreateSessionRequest(session_id=order.session_id, spec=order.spec, token_ids=order.token_ids)
-        await client.ask(client.fleet.CreateSession(create, timeout=TIMEOUT_S))
-        return
+        if refusal is not None and error.reason == "SESSION_NOT_FOUND":
+            raise refusal from None  # it is somebody else's
+        raise
     _check_same(order, found.session)
     if order.token_ids:
         append = AppendTokensRequest(session_id=order.session_id, token_ids=order.token_ids)
         await client.ask(client.fleet.AppendTokens(append, timeout=TIMEOUT_S))
+
+
+async def _make_session(client: FleetClient, order: _Order) -> CallError | None:
+    """With the prompt in it. Where it is there already, what the head said to that."""
+    create = CreateSessionRequest(session_id=order.session_id, spec=order.spec, token_ids=order.token_ids)
+    try:
+        await client.ask(client.fleet.CreateSession(create, timeout=TIMEOUT_S))
+    except CallError as error:
+        if error.reason != "SESSION_ALREADY_EXISTS":
+            raise
+        return error
+    return None
 
 
 def _check_same(order: _Order, session: Session) -> None:
@@ -237,7 +230,7 @@ def _check_same(order: _Order, session: Session) -> None:
         )
 
 
-def _events(client: FleetClient, order: _Order, printer: _Printer) -> AsyncGenerator[GenerationEvent]:
+def _events(client: FleetClient, order: _Order, printer: Printer) -> AsyncGenerator[GenerationEvent]:
     if order.session_id:
         generate_request = GenerateRequest(
             session_id=order.session_id, generation_id=order.generation_id, spec=order.generation
@@ -252,7 +245,7 @@ def _events(client: FleetClient, order: _Order, printer: _Printer) -> AsyncGener
     return client.complete(complete_request, printer.reattached)
 
 
-async def _cancel(client: FleetClient, generation_id: str, printer: _Printer) -> None:
+async def _cancel(client: FleetClient, generation_id: str, printer: Printer) -> None:
     request = CancelGenerationRequest(generation_id=generation_id)
     try:
         await client.ask(client.fleet.CancelGeneration(request, timeout=_CANCEL_TIMEOUT_S))
@@ -260,93 +253,3 @@ async def _cancel(client: FleetClient, generation_id: str, printer: _Printer) ->
         printer.note(f"could not cancel ({error}); the head ends it in {REATTACH_GRACE_MS / 1000:.0f} s")
     else:
         printer.note(f"cancelled after {count(printer.tokens, 'token')}")
-
-
-class _Printer:
-    """Prints a stream's events, and keeps what the exit code and the summary need."""
-
-    def __init__(self, asked: GenerationSpec, *, as_json: bool) -> None:
-        self._asked = asked
-        self._as_json = as_json
-        self._column = 0
-        self.tokens = 0
-        self.exit_code = FAILED
-
-    def take(self, event: GenerationEvent) -> None:
-        """Print one event."""
-        kind = event.WhichOneof("event")
-        if kind == "finished" and event.finished.reason in _WHOLE_ANSWERS:
-            self.exit_code = 0
-        if kind == "tokens":
-            self.tokens += len(event.tokens.token_ids)
-        if self._as_json:
-            if kind is not None:
-                branch = {"branch": event.branch} if event.branch else {}
-                print_json({"event": kind, **branch, **plain(getattr(event, kind))})
-        elif kind == "tokens":
-            self._print_ids(event.tokens.token_ids)
-        elif kind == "moved":
-            self.note(_moved_text(event.moved))
-        elif kind == "finished":
-            self.note(_finished_text(event.finished, self._asked))
-
-    def _print_ids(self, token_ids: Iterable[int]) -> None:
-        """One line; in a terminal as many as it takes, so that no id is broken in two."""
-        width = terminal_width(sys.stdout)
-        pieces = []
-        for each in map(str, token_ids):
-            if self._column:
-                fits = width is None or self._column + 1 + len(each) < width
-                pieces.append(" " if fits else "\n")
-                self._column = self._column + 1 if fits else 0
-            pieces.append(each)
-            self._column += len(each)
-        sys.stdout.write("".join(pieces))
-        sys.stdout.flush()
-
-    def reattached(self, what: Reattached) -> None:
-        """Say that the connection was lost."""
-        cause = facts_of(what.error.reason, what.error.message)
-        self.note(f"connection lost ({cause}); going on at index {what.next_index}")
-
-    def note(self, text: str) -> None:
-        """A line on standard error, below the tokens printed so far."""
-        if self._column:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-            self._column = 0
-        say(text)
-
-
-def _loss_text(error: CallError) -> str:
-    index = error.metadata.get("nextIndex", "0")
-    return (
-        f"fleet: the head lost tokens that it gave: the first {index} above are right, "
-        f"those from index {index} on may not be [{error.reason}]"
-    )
-
-
-def _moved_text(moved: Moved) -> str:
-    cause = enum_name(MoveCauseEnum.DESCRIPTOR, moved.cause)
-    return (
-        f"moved: {moved.from_node} -> {moved.to_node} at index {moved.next_index}"
-        f" ({cause}), gap {duration(moved.gap_ms)}"
-    )
-
-
-def _finished_text(finished: Finished, asked: GenerationSpec) -> str:
-    timings = finished.timings
-    parts = [f"finished: {enum_name(FinishReason.DESCRIPTOR, finished.reason)}"]
-    if finished.HasField("error"):
-        parts[0] += f" [{finished.error.reason}] {finished.error.message}"
-    if finished.HasField("stop_index"):
-        parts[0] += f" (sequence {finished.stop_index})"
-    short = asked.HasField("max_new_tokens") and finished.output_tokens < asked.max_new_tokens
-    if finished.reason == FinishReason.FINISH_REASON_LENGTH and short:
-        parts[0] += " (the window is full)"
-    parts.append(f"{count(finished.output_tokens, 'token')} after {finished.context_tokens}")
-    parts.append(count(finished.attempts, "attempt"))
-    if timings.HasField("first_token_ms"):
-        parts.append(f"first token after {duration(timings.first_token_ms)}")
-    parts.append(f"{duration(timings.total_ms)} in all")
-    return ", ".join(parts)

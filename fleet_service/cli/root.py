@@ -9,6 +9,7 @@ import typer
 from fleet_service import __version__
 from fleet_service.cli import (
     access,
+    attach,
     conformance,
     doctor,
     drain,
@@ -44,6 +45,7 @@ nodes.register(app)
 drain.register(app)
 sessions.register(app)
 generate.register(app)
+attach.register(app)
 explain.register(app)
 doctor.register(app)
 conformance.register(app)

@@ -166,6 +166,7 @@ async def _pages(
 
 
 def _row(session: Session, now_s: float) -> tuple[str, ...]:
+    idle_ms = max(0.0, now_s * 1000 - session.last_use_time.ToMilliseconds())
     return (
         session.session_id,
         session.spec.model,
@@ -173,5 +174,5 @@ def _row(session: Session, now_s: float) -> tuple[str, ...]:
         str(session.context_length),
         session.node or "-",
         session.generation_id or "-",
-        duration(max(0.0, now_s - session.last_use_time.ToMilliseconds() / 1000) * 1000),
+        "-" if session.generation_id else duration(idle_ms),
     )

@@ -27,6 +27,7 @@ from fleet.v1.admin_service_pb2 import (
 )
 from fleet.v1.fleet_service_pb2 import MoveCause
 from fleet.v1.types_pb2 import FinishReason
+from fleet_service.cli.findings import nothing_kept
 from fleet_service.cli.node_text import kept_from_work, state_text
 from fleet_service.cli.output import Column, count, duration, enum_name, fitting, plain, print_json, say, tell
 from fleet_service.cli.running import Head
@@ -48,6 +49,7 @@ _COLUMNS = (
     Column("REPORT", right=True, drop=5),
 )
 _REFRESHES_PER_S = 4
+_KEPT_AGAIN = "what the head has is kept on disk again"
 _COLOURS = {
     NODE_STATE_UP: "green",
     NODE_STATE_SUSPECT: "yellow",
@@ -113,6 +115,8 @@ class Screen:
             Text(summary_text(seen.summary), style="bold"),
             self._table(options.max_width),
         ]
+        if seen.summary.store_trouble:
+            parts.insert(0, Text(nothing_kept(seen.summary.store_trouble), style="bold red"))
         notes = ((node.name, _note(node)) for node in _by_name(seen))
         parts += [Text(f"{name}: {note}", style="dim") for name, note in notes if note]
         if seen.moves:
@@ -159,6 +163,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
+        self._store_trouble = ""
         self._latest_s = 0
 
     def of(self, message: WatchFleetResponse) -> Iterator[str]:
@@ -169,6 +174,10 @@ class _Lines:
             self._latest_s = max(self._latest_s, event.time.seconds)
             yield event_text(event)
         now = self._now()
+        if message.HasField("summary") and message.summary.store_trouble != self._store_trouble:
+            self._store_trouble = message.summary.store_trouble
+            told = nothing_kept(self._store_trouble) if self._store_trouble else _KEPT_AGAIN
+            yield f"{now} {told}"
         for name in message.removed_nodes:
             self._told.pop(name, None)
             yield f"{now} {name}: gone"

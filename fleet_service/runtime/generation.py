@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Accepted, ErrorCause, Finished, FinishReason, Timings
 from fleet_service.domain.output_rules import OutputEnd, OutputRules
@@ -17,6 +19,8 @@ from fleet_service.runtime.observer import GenerationTrace
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.tokenlog import Reader, TokenLog, comes_back
+
+log = structlog.get_logger(__name__)
 
 # How long an accepted generation under CANCEL waits for its first reader.
 FIRST_READER_S = 10.0
@@ -274,7 +278,11 @@ class Generation:
         if patience_s <= 0:
             self.cancel()
         else:
-            self._nobody_timer = self._loop.call_later(patience_s, self.cancel)
+            self._nobody_timer = self._loop.call_later(patience_s, self._nobody_came, patience_s)
+
+    def _nobody_came(self, waited_s: float) -> None:
+        log.info("nobody_reads", generation=self.generation_id, waited_s=waited_s, tokens=self.log.received)
+        self.cancel()
 
 
 def _given(value: float | None, default: float) -> float:

@@ -77,9 +77,9 @@ class Head:
         self._background: set[asyncio.Task[None]] = set()
         self._tender_task: asyncio.Task[None] | None = None
         self._draining = False
-        self.branch = branch_after(saved)
-        """Of what begins in this run, and of what goes on in it."""
         self.fleet = Fleet(settings, loop.time, term_after(saved, int(wall_clock())), observer)
+        self.branch = branch_after(saved, self.fleet.term)
+        """Of what begins in this run, and of what goes on in it."""
         self.fleet.on_owed, self.fleet.on_term = self._owed, self._goes_on_in
         self.sessions = Sessions(self.fleet, settings, ids, loop.time, wall_clock, self.journal)
         self.nodes = Nodes(self.fleet, dialer, settings, rng, loop.time, wall_clock, orphans=self._met)
@@ -110,7 +110,7 @@ class Head:
             wall_clock,
             info=lambda node: node_info(node, loop.time(), wall_clock()),
             summary=lambda: read_summary(
-                self.fleet, self.sessions, self.generations, stopping=self._draining
+                self.fleet, self.sessions, self.generations, self.journal, stopping=self._draining
             ),
         )
         self.drains = Drains(
@@ -149,6 +149,11 @@ class Head:
 
     async def start(self, addresses: Sequence[str]) -> None:
         """Take in the nodes at `addresses`, or at all of a name's, and wait, briefly, for first answers."""
+        for address in addresses:
+            if not self._listed.get(address, True):
+                log.warning(
+                    "node_not_dialed", address=address, why="an operator removed it; `fleet nodes add`"
+                )
         addresses = addresses_after(tuple(addresses), self._listed)
         nodes = [self.nodes.add(address) for address in addresses if not is_name(address)]
         await self._recovery.go_on()

@@ -231,7 +231,8 @@ class SavedGeneration:
 class Saved:
     """All there was. `term` is the one that the newest run began in; 0 = a new store.
 
-    `branch` counts how often the end of the log may have been lost; `torn` says that it may be now.
+    `branch` is the term of the last run before which the end of the log may have been lost; `torn` says that
+    it may be now, and `why_torn` why.
     """
 
     term: int = 0
@@ -239,6 +240,7 @@ class Saved:
     """The highest that a run has gone on in."""
     branch: int = 0
     torn: bool = False
+    why_torn: str = ""
     sessions: dict[str, SavedSession] = field(default_factory=dict)
     generations: dict[str, SavedGeneration] = field(default_factory=dict)
     requests: dict[tuple[str, str], RequestAnswered] = field(default_factory=dict)

@@ -81,6 +81,8 @@ class Recovery:
                 self._ledger.restore(key, answered.answer, answered.until - now)
         if saved.term:
             log.info("restored", sessions=len(saved.sessions), generations=len(self._unfinished))
+        if saved.torn:
+            log.warning("new_branch", why=saved.why_torn, generations=len(self._unfinished))
         # It may be much, and whoever opened the store has it still.
         for done in (saved.sessions, saved.generations, saved.requests, saved.cancels):
             done.clear()
@@ -179,9 +181,12 @@ def term_after(saved: Saved, unix_s: int) -> int:
     return max(unix_s, saved.term + 1, saved.raised_term + 1, term_of(max(bound, default=0)) + 1)
 
 
-def branch_after(saved: Saved) -> int:
-    """The branch of what comes from here on: another one where the end of what there was may be lost."""
-    return saved.branch + saved.torn
+def branch_after(saved: Saved, term: int) -> int:
+    """The branch of what comes from here on: another one where the end of what there was may be lost.
+
+    Named by the term, which no other run has: copies of one store know nothing of each other's branches.
+    """
+    return term if saved.torn else saved.branch
 
 
 def addresses_after(configured: tuple[str, ...], listed: dict[str, bool]) -> list[str]:

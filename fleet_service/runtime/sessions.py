@@ -161,13 +161,16 @@ class Sessions:
         self._use.restore(self._by_id.values())
 
     async def here(self, session: Session) -> Session:
-        """The session, with its context. Raises STORE_UNAVAILABLE."""
+        """The session, with its context. Raises STORE_UNAVAILABLE, CONTEXT_LOST, SESSION_NOT_FOUND."""
         if session.context.is_away:
             try:
                 session.context.take_out(await self._journal.context(session.session_id))
             except (StoreError, KeyError, ValueError) as error:
-                log.exception("context_not_read", session=session.session_id)
-                raise unavailable() from error
+                self.get(session.session_id)  # it may have ended meanwhile
+                log.error("context_not_read", session=session.session_id, error=str(error))  # noqa: TRY400 - it says all
+                if isinstance(error, StoreError) and error.may_pass:
+                    raise unavailable() from error
+                raise _lost(session.session_id) from error
             self._use.wake(session)
         return session
 
@@ -358,6 +361,15 @@ def unavailable() -> FleetError:
         Reason.STORE_UNAVAILABLE,
         "what the head keeps on disk cannot be read or written now; retry later",
         retry_after_s=1.0,
+    )
+
+
+def _lost(session_id: str) -> FleetError:
+    return FleetError(
+        Reason.CONTEXT_LOST,
+        f"the context of session {session_id} is damaged on disk; finish the session, and make it anew",
+        metadata={"sessionId": session_id},
+        resource=_resource(session_id),
     )
 
 

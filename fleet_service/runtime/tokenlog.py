@@ -106,6 +106,8 @@ class TokenLog:
 
     def sure_index(self, branch: int) -> int | None:
         """Up to where a reader of that branch has what is here; None = in all."""
+        if branch != self._first_branch and all(cut.branch != branch for cut in self._cuts):
+            return 0  # what it has is of a run that nothing is known of here
         return min((cut.index for cut in self._cuts if cut.branch > branch), default=None)
 
     def mark(self, event: Started | Moved) -> None:

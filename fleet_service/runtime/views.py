@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from fleet_service.domain.errors import FleetError
 from fleet_service.domain.events import Finished, Moved
@@ -12,6 +13,9 @@ from fleet_service.domain.node_types import Feature, ModelInfo, NodeState, Repor
 from fleet_service.domain.placement import Verdict
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import SessionSpec
+
+if TYPE_CHECKING:  # it needs this module itself
+    from fleet_service.runtime.journal import Durability
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """What a head holds, in numbers (fleet.v1.FleetSummary)."""
+    """What a head holds, in numbers, and how it is kept (fleet.v1.FleetSummary)."""
 
     sessions: Mapping[SessionState, int]
     generations: int
@@ -178,6 +182,9 @@ class FleetSummary:
     context_tokens: int
     books_balance: bool
     stopping: bool
+    durability: Durability
+    store_trouble: str
+    """Why nothing can be kept now; "" = all is well."""
 
 
 @dataclass(frozen=True, slots=True)

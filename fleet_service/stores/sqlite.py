@@ -183,7 +183,13 @@ class _Database:
         unsure = bool(self._meta.get("lax", 0)) and not clean
         term = self._saved.term
         witnessed = self._files.witnessed(term, closed=clean)
-        self._saved.torn = term > 0 and (unsure or self._lost_end or not witnessed)
+        reasons = {
+            "the last run told callers before it was on disk, and did not end in order": unsure,
+            "the newest part of the log is damaged": self._lost_end,
+            "the file is not the one that the newest run wrote": not witnessed,
+        }
+        self._saved.why_torn = "; ".join(why for why, so in reasons.items() if so) if term else ""
+        self._saved.torn = bool(self._saved.why_torn)
         return self._saved
 
     def take_term(self, term: int, branch: int, tells_ahead: bool) -> None:  # noqa: FBT001 - as in the Protocol
@@ -294,6 +300,9 @@ def _explained(files: StoreFiles, error: Exception) -> StoreError:
         return StoreError(StoreTrouble.NEWER, f"{file}: {error}; start the newer release on it")
     if kind == "FULL" or getattr(error, "errno", None) in _NO_SPACE:
         return StoreError(StoreTrouble.FULL, f"no space is left for {file}")
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        no_folder = next((each for each in file.parents if each.exists() and not each.is_dir()), file.parent)
+        return StoreError(StoreTrouble.UNAVAILABLE, f"{file} cannot be used: {no_folder} is not a folder")
     if isinstance(error, FileGoneError):
         return StoreError(StoreTrouble.CORRUPT, f"{file} is lost: {error}")
     if name in ("IOERR_FSYNC", "IOERR_DIR_FSYNC"):

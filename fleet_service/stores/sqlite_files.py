@@ -52,7 +52,7 @@ class StoreFiles:
                 raise
             raise StoreError(
                 StoreTrouble.IN_USE,
-                f"{self.file} is in use by another head; stop it, or give this one another folder",
+                f"{self.file} is in use by another head; stop it, or give this one a name of its own",
             ) from None
 
     def let_go(self) -> None:
@@ -74,8 +74,13 @@ class StoreFiles:
         return self.beside(".term").exists()
 
     def make(self) -> None:
-        """An empty file where there is none: what is in it concerns its owner alone."""
-        os.close(os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        """An empty file where there is none; what is in it, or in a copy put back, is its owner's alone."""
+        number = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(number).st_uid == os.geteuid():
+                os.fchmod(number, 0o600)
+        finally:
+            os.close(number)
 
     def remember(self) -> None:
         """The file is open."""

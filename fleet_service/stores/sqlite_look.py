@@ -5,20 +5,25 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fleet_service.stores import codec
 from fleet_service.stores.sqlite_files import FileDamagedError, StoreFiles
+from fleet_service.stores.sqlite_log import damage_of_log
 from fleet_service.stores.sqlite_read import read_context, read_meta, read_saved
 from fleet_service.stores.sqlite_schema import NewerFileError, version_of
 
 # Told of one by one; the rest is a number.
 _MOST_PROBLEMS = 20
 _SAMPLE = 100
+# Between two of these a copy tells how far it is.
+_PAGES_A_STEP = 256
+# What a copy must not find beside it: it would be taken for a part of it.
+_NEIGHBOURS = ("", "-wal", "-shm", "-journal", ".term")
 _ORPHANS = (
     ("context", "session_no", "sessions"),
     ("marks", "generation_no", "generations"),
@@ -43,6 +48,10 @@ _KINDS = {
 
 class LookError(Exception):
     """There is nothing to look at, or it cannot be opened; the text says why."""
+
+
+class NothingThereError(LookError):
+    """There is no such file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,8 @@ class StoreCheck:
     in_use: bool = False
     witnessed: bool = True
     """Whether it is the file that its newest head wrote, by what stands beside it."""
+    log_damaged_at: int | None = None
+    """The byte of the log behind which whole commits are lost; one of the problems."""
     problems: list[str] = field(default_factory=list)
     problems_in_all: int = 0
 
@@ -130,8 +141,47 @@ def stats_of(file: Path) -> StoreStats:
 
 def check(file: Path) -> StoreCheck:
     """Read all of it. Raises LookError when it cannot even be opened."""
+    found = _check(file)
+    if found.problems_in_all and not found.in_use and in_use(file):
+        # A head began on it, and wrote where nobody was expected to.
+        found = _check(file)
+    return found
+
+
+def copy(file: Path, to: Path, progress: Callable[[float], None]) -> StoreCheck:
+    """Make a copy of one moment, synced, for its owner alone; what a check of it found.
+
+    `progress` is told the part that is done. A head may write to `file` meanwhile; its log grows until the
+    copy is made. Raises LookError; then there is no copy.
+    """
+    if to.is_dir():
+        raise LookError(f"{to} is a folder; name the file to make")
+    for each in (StoreFiles(to).beside(suffix) for suffix in _NEIGHBOURS):
+        if os.path.lexists(each):
+            raise LookError(f"{each} is there already; name another file")
+    damaged_at = None
+    with _reading(file) as source:
+        if not in_use(file):
+            with _explaining(file):
+                damaged_at = _log_damage(file, source)
+        try:
+            _copy(source, to, progress)
+        except (sqlite3.Error, OSError) as error:
+            raise LookError(f"{file} cannot be copied to {to}: {error}") from error
+    found = check(to)
+    if damaged_at is not None:
+        _note_log_damage(found, damaged_at)
+    return found
+
+
+def _check(file: Path) -> StoreCheck:
     found = StoreCheck(in_use=in_use(file))
     with _reading(file) as connection:
+        if not found.in_use:
+            with _explaining(file):
+                damaged_at = _log_damage(file, connection)
+            if damaged_at is not None:
+                _note_log_damage(found, damaged_at)
         try:
             _check_structure(connection, found)
             saved, _ = read_saved(connection)
@@ -166,6 +216,40 @@ def in_use(file: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def _log_damage(file: Path, connection: sqlite3.Connection) -> int | None:
+    """Only while no head has the file: a log that is written to begins anew under its reader."""
+    return damage_of_log(StoreFiles(file).beside("-wal"), _one(connection)("PRAGMA page_size")[0])
+
+
+def _note_log_damage(found: StoreCheck, at: int) -> None:
+    found.log_damaged_at = at
+    found.add(f"the log is damaged from byte {at} on; what was written behind it is lost")
+
+
+def _copy(source: sqlite3.Connection, to: Path, progress: Callable[[float], None]) -> None:
+    """Whole and synced, or not at all. Raises sqlite3.Error, OSError."""
+    os.close(os.open(to, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        with closing(sqlite3.connect(to, isolation_level=None)) as target:
+            # It is thrown away unless it is whole, and synced once at its end.
+            target.execute("PRAGMA journal_mode = OFF")
+            target.execute("PRAGMA synchronous = OFF")
+            source.backup(
+                target,
+                pages=_PAGES_A_STEP,
+                progress=lambda _, remaining, total: progress(1 - remaining / max(1, total)),
+            )
+        for each in (to, to.parent):
+            number = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
+    except BaseException:
+        to.unlink(missing_ok=True)
+        raise
 
 
 def _check_structure(connection: sqlite3.Connection, found: StoreCheck) -> None:
@@ -205,10 +289,15 @@ def _size(file: Path) -> int:
 @contextmanager
 def _reading(file: Path) -> Iterator[sqlite3.Connection]:
     """The store as it is at one moment. Raises LookError."""
-    if not file.exists():
-        raise LookError(f"there is no {file}")
+    files = StoreFiles(file)
     with _explaining(file):
-        connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        if not file.exists():
+            raise NothingThereError(f"there is no {file}")
+        # Otherwise SQLite makes a log, and leaves it there.
+        immutable = not in_use(file) and not _size(files.beside("-wal"))
+        had_index = files.beside("-shm").exists()
+        uri = f"{file.absolute().as_uri()}?mode=ro{'&immutable=1' if immutable else ''}"
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None)
     try:
         with _explaining(file):
             connection.execute("BEGIN")
@@ -217,6 +306,9 @@ def _reading(file: Path) -> Iterator[sqlite3.Connection]:
         yield connection
     finally:
         connection.close()
+        if not immutable and not had_index and not in_use(file):
+            # SQLite made it to find its way in the log, and will again.
+            files.beside("-shm").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -29,7 +29,12 @@ def configure_logging(stream: TextIO, level: str = "info", form: Literal["json",
     renderer: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
         if form == "json"
-        else [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        # Not with the values of variables: token ids and secrets may be among them.
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     )
     structlog.configure(
         processors=[*shared, *renderer],

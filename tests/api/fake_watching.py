@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fleet_service.domain.events import Finished, MoveCause, Moved
 from fleet_service.domain.session_table import SessionState
+from fleet_service.runtime.journal import Durability
 from fleet_service.runtime.views import (
     DrainInfo,
     DrainState,
@@ -47,6 +48,8 @@ SUMMARY = FleetSummary(
     context_tokens=900,
     books_balance=True,
     stopping=False,
+    durability=Durability.RELAXED,
+    store_trouble="no space is left",
 )
 
 

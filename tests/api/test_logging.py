@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import structlog
@@ -63,6 +64,20 @@ def test_lines_for_people_have_no_colours_where_nobody_sees_them() -> None:
     structlog.get_logger().info("heard", tokens=3)
     assert "heard" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.usefixtures("restored")
+def test_a_failure_is_told_of_without_the_values_of_variables(form: Literal["json", "console"]) -> None:
+    stream = io.StringIO()
+    configure_logging(stream, form=form)
+    token_ids = [4_700 + 11, 4_700 + 12]
+    try:
+        raise ValueError(f"{len(token_ids)} tokens")
+    except ValueError:
+        structlog.get_logger().exception("failed")
+    assert "ValueError: 2 tokens" in stream.getvalue()
+    assert "4711" not in stream.getvalue()
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -73,6 +73,8 @@ async def test_a_watcher_sees_the_fleet_and_then_what_changes(edge: Edge) -> Non
         queued=1,
         context_tokens=900,
         books_balance=True,
+        durability=admin.DURABILITY_RELAXED,
+        store_trouble="no space is left",
     )
     assert (second.snapshot, list(second.removed_nodes), second.skipped_events) == (False, ["node-b"], 7)
     assert not second.HasField("summary")

@@ -154,7 +154,7 @@ def _stream(method: str, response: Callable[..., Message]) -> Callable[..., Any]
 def _told(method: str) -> Callable[..., Any]:
     async def answer(self: Any, request: Any, context: Context) -> None:
         await self.script.note(method, request)
-        for step in self.script.told[method]:
+        for step in self.script.told.get(method, ()):
             if isinstance(step, Refuse):
                 await step.end(context)
             elif isinstance(step, Hang):

@@ -19,20 +19,33 @@ from examples.ledger import Entry, by_fate, total
 ROOT = Path(__file__).parents[2]
 
 
-def answered(*pieces: tuple[int, list[int]], moves: list[str] | None = None) -> Entry:
-    """An answer of 10, 11, 12, 13 received in these pieces, half a second apart."""
+def answered(
+    *pieces: tuple[int, list[int]], moves: list[str] | None = None, cut_before: int | None = None
+) -> Entry:
+    """An answer of 10, 11, 12, 13 in these pieces, half a second apart; its head died before one of them."""
     entry = Entry(expected=[10, 11, 12, 13], moves=moves or [], finish="LENGTH", done=True)
     for number, (first_index, ids) in enumerate(pieces):
+        if number == cut_before:
+            entry.cut_off()
         entry.take(first_index, ids, number / 2)
     return entry
 
 
+OUTLIVED = answered((0, [10]), (1, [11, 12]), (3, [13]), cut_before=1)
 MOVED = answered((0, [10, 11]), (2, [12, 13]), moves=["LINK_LOST"])
 
 
 def test_an_exact_answer_in_pieces_is_exact() -> None:
     assert MOVED.exact
-    assert (MOVED.lost, MOVED.repeated, MOVED.longest_gap_s) == (0, 0, 0.5)
+    assert (MOVED.lost, MOVED.repeated, MOVED.longest_gap_s, MOVED.outlived) == (0, 0, 0.5, False)
+    assert OUTLIVED.exact
+    assert (OUTLIVED.away_s, OUTLIVED.outlived) == (0.5, True)
+
+
+def test_an_answer_of_which_nothing_came_after_the_head_died_has_not_outlived_it() -> None:
+    entry = answered((0, [10]))
+    entry.cut_off()
+    assert not entry.outlived
 
 
 @pytest.mark.parametrize(
@@ -52,8 +65,9 @@ def test_a_faulty_answer_is_not_exact_and_fails_the_demonstration(
 ) -> None:
     assert not entry.exact
     assert (entry.lost, entry.repeated) == (lost, repeated)
-    assert verdict([MOVED, entry], as_json=False) == 1
-    line = f"demo: 2 sessions, 1 exact, {lost} lost, {repeated} repeated, 1 moved"
+    assert verdict([MOVED, OUTLIVED, entry], as_json=False) == 1
+    line = f"demo: 3 sessions, 2 exact, {lost} lost, {repeated} repeated, 1 moved,"
+    line += " 1 outlived the head (longest gap 0.50 s)"
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
@@ -65,35 +79,46 @@ def test_a_wrong_finish_or_an_error_is_not_exact() -> None:
     assert not entry.exact
 
 
-def test_the_demonstration_succeeds_only_when_something_moved(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdict([answered((0, [10, 11, 12, 13]))], as_json=False) == 1
+def test_the_demonstration_succeeds_only_when_something_moved_and_something_outlived_the_head(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verdict([answered((0, [10, 11, 12, 13])), OUTLIVED], as_json=False) == 1
     assert "nothing was shown" in capsys.readouterr().out
-    assert verdict([MOVED], as_json=False) == 0
+    assert verdict([MOVED], as_json=False) == 1
+    assert "no answer was under way when the head died" in capsys.readouterr().out
+    assert verdict([MOVED, OUTLIVED], as_json=False) == 0
 
 
 def test_as_json_the_totals_are_one_object_and_the_line_goes_beside_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert verdict([MOVED], as_json=True) == 0
+    assert verdict([MOVED, OUTLIVED], as_json=True) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {
         "shown": True,
-        "sessions": 1,
-        "exact": 1,
+        "sessions": 2,
+        "exact": 2,
         "lost": 0,
         "repeated": 0,
         "moved": 1,
-        "tokens": 4,
+        "outlived": 1,
+        "tokens": 8,
         "longest_gap_s": 0.5,
+        "longest_away_s": 0.5,
     }
-    assert printed.err == "demo: 1 sessions, 1 exact, 0 lost, 0 repeated, 1 moved\n"
+    line = (
+        "demo: 2 sessions, 2 exact, 0 lost, 0 repeated, 1 moved, 1 outlived the head (longest gap 0.50 s)\n"
+    )
+    assert printed.err == line
 
 
-def test_sessions_are_grouped_by_their_first_move() -> None:
-    groups = by_fate([MOVED, answered((0, [10])), MOVED])
+def test_sessions_are_grouped_by_their_heads_death_or_else_their_first_move() -> None:
+    both = answered((0, [10]), (1, [11]), moves=["NODE_SILENT"], cut_before=1)
+    groups = by_fate([MOVED, answered((0, [10])), MOVED, OUTLIVED, both])
     assert {fate: total(group).sessions for fate, group in groups.items()} == {
         "undisturbed": 1,
         "LINK_LOST": 2,
+        "head_died": 2,
     }
 
 
@@ -114,7 +139,9 @@ async def test_the_whole_demonstration_succeeds() -> None:
     out, _ = await process.communicate()
     last = out.decode().splitlines()[-1]
     assert process.returncode == 0, out.decode()
-    assert re.fullmatch(r"demo: 150 sessions, 150 exact, 0 lost, 0 repeated, [1-9]\d* moved", last)
+    line = r"demo: 150 sessions, 150 exact, 0 lost, 0 repeated, [1-9]\d* moved,"
+    line += r" [1-9]\d* outlived the head \(longest gap \d+\.\d\d s\)"
+    assert re.fullmatch(line, last)
 
 
 @pytest.mark.slow

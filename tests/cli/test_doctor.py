@@ -12,7 +12,7 @@ from examples.processes import Children, command_of
 from fleet.v1 import admin_service_pb2 as admin
 from fleet.v1.types_pb2 import CapacityReport, Model
 from tests.cli.conftest import Fleet
-from tests.cli.scripted_head import Refuse, ScriptedHead
+from tests.cli.scripted_head import Hang, Refuse, ScriptedHead
 from tests.cli.test_terminal import in_terminal
 
 UP = admin.Node(
@@ -52,14 +52,22 @@ def has(head: ScriptedHead, *pairs: tuple[admin.Node, admin.NodeProbe]) -> None:
     head.replies["ProbeNodes"] = admin.ProbeNodesResponse(probes=[probe for _, probe in pairs])
 
 
+def says(head: ScriptedHead, **summary: object) -> None:
+    """What the head says of itself."""
+    told = admin.FleetSummary(books_balance=True, **summary)  # type: ignore[arg-type]
+    head.told["WatchFleet"] = [admin.WatchFleetResponse(snapshot=True, nodes=[UP], summary=told), Hang()]
+
+
 async def test_a_fleet_that_is_well_is_shown_and_exits_with_0(head: ScriptedHead, fleet: Fleet) -> None:
     has(head, (UP, ANSWER))
+    says(head, durability=admin.DURABILITY_STRICT)
     ended = await fleet("doctor")
     assert (ended.code, ended.err) == (0, "")
     assert [line.rstrip() for line in ended.out.splitlines()] == [
         "head",
         "  callers   serving",
         "  books     balance",
+        "  kept      on disk, strict",
         "",
         "gpu-rack-0 at 10.20.130.140:8454",
         "  state     up",
@@ -102,7 +110,13 @@ async def test_as_json_it_is_one_object_with_the_findings(head: ScriptedHead, fl
     assert ended.code == 1
     told = json.loads(ended.out)
     assert told["healthy"] is False
-    assert told["head"] == {"callers": "not_serving", "callers_detail": "", "books_balance": True}
+    assert told["head"] == {
+        "callers": "not_serving",
+        "callers_detail": "",
+        "books_balance": True,
+        "durability": "unspecified",
+        "store_trouble": "",
+    }
     assert [each["handshake"] for each in told["nodes"]] == ["accepted", "none"]
     assert told["nodes"][0]["node"]["lanes"] == 16
     assert told["nodes"][1]["probe"]["detail"] == DOWN.state_detail
@@ -110,6 +124,39 @@ async def test_as_json_it_is_one_object_with_the_findings(head: ScriptedHead, fl
     assert (error["severity"], error["node"]) == ("error", DOWN.name)
     assert set(error) == {"severity", "node", "what", "do"}
     assert "NOT_SERVING" in warning["what"]
+
+
+async def test_a_store_that_fails_is_an_error_and_no_riddle(head: ScriptedHead, fleet: Fleet) -> None:
+    has(head, (UP, ANSWER))
+    head.serving["fleet.v1.FleetService"] = False
+    says(head, durability=admin.DURABILITY_RELAXED, store_trouble="no space is left for /d/head.db")
+    ended = await fleet("doctor")
+    assert ended.code == 1
+    assert "  kept      on disk, relaxed\n" in ended.out
+    *_, what, advice, summary = ended.out.splitlines()
+    assert what == (
+        "error: nothing can be kept on disk: no space is left for /d/head.db;"
+        " new work is refused and streams wait"
+    )
+    assert advice.startswith("  what to do: make room there")
+    assert summary == "1 error"
+    told = json.loads((await fleet("doctor", "--json")).out)["head"]
+    assert (told["durability"], told["store_trouble"]) == ("relaxed", "no space is left for /d/head.db")
+
+
+async def test_a_head_that_keeps_nothing_says_so(head: ScriptedHead, fleet: Fleet) -> None:
+    has(head, (UP, ANSWER))
+    says(head, durability=admin.DURABILITY_MEMORY)
+    assert "  kept      in memory only: sessions end with the head\n" in (await fleet("doctor")).out
+
+
+async def test_a_head_that_may_not_be_watched_is_examined_all_the_same(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    has(head, (UP, ANSWER))
+    head.told["WatchFleet"] = [Refuse(code_pb2.RESOURCE_EXHAUSTED, "64 streams", reason="LIMIT_EXCEEDED")]
+    ended = await fleet("doctor")
+    assert (ended.code, "kept" in ended.out) == (0, False)
 
 
 async def test_a_token_that_is_refused_is_told_as_such(head: ScriptedHead, fleet: Fleet) -> None:
@@ -173,4 +220,5 @@ async def test_a_real_head_is_examined_with_a_node_up_and_one_that_is_not_there(
         await fleet("nodes", "remove", "127.0.0.1:1", "--admin-address", operators)
         ended = await fleet("doctor", *where)
         assert ended.out.endswith("all is well with the head and 1 node\n")
+        assert "  kept      on disk, strict\n" in ended.out
         assert ended.code == 0

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
+from fleet.v1 import fleet_service_pb2 as fleet_pb2
 from tests.cli.conftest import Ended
+from tests.cli.scripted_head import Hang, ScriptedHead, accepted, tokens
 from tests.commandlines import unknown_words
 
 
@@ -31,6 +33,23 @@ async def test_an_example_says_what_it_takes_and_does_nothing_else(program: str)
     ended = await run(f"examples.{program}", "--help")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith(f"usage: python -m examples.{program}")
+
+
+async def test_the_client_ends_quietly_when_nobody_reads_its_tokens(head: ScriptedHead) -> None:
+    created = fleet_pb2.Session(session_id="s1")
+    head.replies["CreateSession"] = fleet_pb2.CreateSessionResponse(session=created)
+    head.replies["FinishSession"] = fleet_pb2.FinishSessionResponse()
+    head.streams = [[accepted(), tokens(0, *range(100_000)), Hang()]]
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", '"$@" | head -3; exit ${PIPESTATUS[0]}', "-"),
+        *(sys.executable, "-m", "examples.python_client", "--address", head.address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out.decode().split(), err.decode()) == (4, ["0", "1", "2"], "")
+    # It leaves nothing behind it.
+    assert head.requests("FinishSession")[0].session_id == "s1"
 
 
 async def test_no_command_in_the_help_of_a_node_is_broken_in_two() -> None:

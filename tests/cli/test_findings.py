@@ -61,6 +61,23 @@ def down(**changes: Any) -> admin.Node:
     return node("b", **({"state": admin.NODE_STATE_DOWN, "state_detail": "connection refused"} | changes))
 
 
+def test_a_store_that_fails_is_told_instead_of_what_follows_from_it() -> None:
+    full = HeadSeen(
+        Callers.NOT_SERVING, "", books_balance=True, store_trouble="no space is left for /d/head.db"
+    )
+    one = only(examine(node(), head=full))
+    assert one.severity is Severity.ERROR
+    assert one.what.startswith(
+        "nothing can be kept on disk: no space is left for /d/head.db; new work is refused"
+    )
+    assert "make room" in one.do
+    # What else keeps callers out is told beside it.
+    assert [each.what.split(":")[0] for each in examine(down(), head=full)][:2] == [
+        "nothing can be kept on disk",
+        "no node is up",
+    ]
+
+
 def test_a_fleet_that_is_well_has_no_findings() -> None:
     found = examine(node("a"), node("b"))
     assert found == []

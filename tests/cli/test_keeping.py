@@ -76,9 +76,14 @@ async def serving(*flags: str, **given: str) -> AsyncIterator[None]:
         ("", {"HOME": "/home/a", "XDG_STATE_HOME": ""}, "/home/a/.local/state/fleet/head-7"),
         ("", {"HOME": "/", "XDG_STATE_HOME": "/states", "STATE_DIRECTORY": "/var/lib/f"}, "/var/lib/f"),
         ("", {"STATE_DIRECTORY": "/var/lib/f:/var/lib/g"}, "/var/lib/f"),
-        ("here", {"HOME": "/", "XDG_STATE_HOME": "/states", "STATE_DIRECTORY": "/var/lib/f"}, "here"),
+        ("/here", {"HOME": "/", "XDG_STATE_HOME": "/states", "STATE_DIRECTORY": "/var/lib/f"}, "/here"),
+        ("here", {}, f"{Path.cwd()}/here"),
+        ("~/here", {}, f"{Path.home()}/here"),
     ],
-    ids=["home", "state home", "empty state home", "service manager", "first of several", "setting"],
+    ids=[
+        *("home", "state home", "empty state home", "service manager", "first of several"),
+        *("setting", "relative setting", "setting at home"),
+    ],
 )
 def test_the_folder_is_as_set_the_service_managers_or_among_the_users_files(
     folder: str, environ: dict[str, str], expected: str
@@ -147,10 +152,10 @@ async def test_a_second_head_on_the_folder_is_refused_and_told_what_to_do(tmp_pa
         by_default = await fleet("serve", *QUIET, HOME=str(tmp_path))
         by_flag = await fleet("serve", *QUIET, "--data-dir", str(folder), HOME=str(tmp_path))
     assert (by_default.code, by_default.out) == (1, "")
-    advice = "another folder with --data-dir FOLDER, or a name of its own with --set head.head_id=NAME"
+    advice = "a name of its own with --set head.head_id=NAME"
     assert by_default.err == f"{refused} {advice}\n"
     assert (by_flag.code, by_flag.out) == (1, "")
-    assert by_flag.err == f"{refused} another folder with --data-dir FOLDER\n"
+    assert by_flag.err == f"{refused} {advice} and a folder of its own with --data-dir FOLDER\n"
 
 
 async def test_a_folder_that_cannot_be_made_ends_the_start_with_one_line(tmp_path: Path) -> None:
@@ -160,10 +165,19 @@ async def test_a_folder_that_cannot_be_made_ends_the_start_with_one_line(tmp_pat
     assert (ended.code, ended.out) == (1, "")
     folder = re.escape(str(file / ".local/state/fleet/head-1"))
     assert re.fullmatch(
-        rf"fleet: {folder}/head\.db cannot be used: .*Not a directory.*; "
+        rf"fleet: {folder}/head\.db cannot be used: {re.escape(str(file))} is not a folder; "
         r"name another folder with --data-dir FOLDER, or keep nothing with --durability memory\n",
         ended.err,
     )
+
+
+async def test_a_copy_that_all_could_read_is_the_owners_alone_once_it_is_used(tmp_path: Path) -> None:
+    async with serving("--data-dir", str(tmp_path), HOME=str(tmp_path)):
+        pass
+    (tmp_path / "head.db").chmod(0o644)
+    async with serving("--data-dir", str(tmp_path), HOME=str(tmp_path)):
+        modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in tmp_path.glob("head.db*")}
+    assert {modes[name] for name in ("head.db", "head.db-wal", "head.db-shm")} == {0o600}
 
 
 async def test_a_damaged_file_is_told_of_and_left_alone(tmp_path: Path) -> None:
@@ -208,7 +222,7 @@ async def test_fleet_store_looks_where_the_head_keeps_what_it_has(tmp_path: Path
     file = tmp_path / ".local/state/fleet/head-7/head.db"
     for command in ("check", "stats"):
         ended = await fleet("store", command, **given)
-        advice = "name the head's --data-dir if it has another"
+        advice = "name the FOLDER, if the head was given another"
         assert (ended.code, ended.err) == (1, f"fleet: there is no {file}; {advice}\n")
     async with serving(**given):
         ended = await fleet("store", "stats", "--json", **given)

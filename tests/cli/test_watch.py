@@ -83,6 +83,35 @@ async def test_a_pipe_gets_a_line_per_change(head: ScriptedHead, fleet: Fleet) -
     ]
 
 
+FULL = admin.WatchFleetResponse(
+    summary=admin.FleetSummary(books_balance=True, store_trouble="no space is left for /d/head.db")
+)
+NOTHING_KEPT = (
+    "nothing can be kept on disk: no space is left for /d/head.db; new work is refused and streams wait"
+)
+
+
+async def test_a_pipe_is_told_once_that_the_store_fails_and_once_that_it_works(
+    head: ScriptedHead, fleet: Fleet
+) -> None:
+    head.told["WatchFleet"] = [SNAPSHOT, FULL, FULL, SNAPSHOT]
+    ended = await fleet("nodes", "--watch")
+    assert [line.split(" ", 1)[1] for line in ended.out.splitlines()][2:] == [
+        NOTHING_KEPT,
+        "what the head has is kept on disk again",
+    ]
+
+
+def test_a_terminal_shows_that_the_store_fails_while_it_does() -> None:
+    screen = Screen()
+    for message, shown in ((SNAPSHOT, False), (FULL, True), (SNAPSHOT, False)):
+        screen.seen.take(message)
+        console = Console(width=120, file=io.StringIO(), color_system=None)
+        console.print(screen)
+        assert isinstance(console.file, io.StringIO)
+        assert (NOTHING_KEPT in console.file.getvalue()) == shown
+
+
 async def test_programs_get_an_object_per_message(head: ScriptedHead, fleet: Fleet) -> None:
     head.told["WatchFleet"] = CHANGES
     ended = await fleet("nodes", "--watch", "--json")

@@ -301,6 +301,14 @@ async def _generate_on_a_full_disk(stage: Stage) -> Refused:
     return await refusal_of(generate(stage.server, ID, 4))
 
 
+@case("GetSession", "CONTEXT_LOST")
+async def _read_what_is_damaged(stage: Stage) -> Refused:
+    # A head that keeps nothing has no place to read it back from, as one whose file is damaged.
+    stage.server.head.sessions.get(ID).context.put_away()
+    request = pb.GetSessionRequest(session_id=ID, include_token_ids=True)
+    return await refusal_of(stage.fleet.GetSession(request))
+
+
 @case("Generate", "SESSION_PARKED")
 async def _generate_parked(stage: Stage) -> Refused:
     await stage.fleet.ParkSession(pb.ParkSessionRequest(session_id=ID))

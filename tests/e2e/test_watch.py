@@ -10,10 +10,13 @@ import pytest
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.types_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH
+from fleet_service.runtime.journal import Durability, Journal, NoJournal, StoreJournal
+from fleet_service.stores.memory import MemoryStore
 from tests.e2e.callers import Reading, complete, cordon, generate, open_session_on, read_all
 from tests.e2e.harness import PATIENCE_S, HeadServer, World, expected, prompt, until
 from tests.e2e.local_nodes import local_node, local_nodes
 from tests.e2e.refused import refusal_of
+from tests.failing_journal import FULL, FailingJournal
 
 
 class Watching:
@@ -81,6 +84,33 @@ async def test_a_watcher_sees_the_fleet_at_once_and_each_turn_of_a_generation(wo
     assert ended.ended.finished == answer.finished
     await watching.until(lambda seen: seen.summary.sessions_bound == 1 and not seen.summary.generations)
     assert watching.nodes["node-1"].sessions == 1
+
+
+@pytest.mark.parametrize(
+    "journal,durability",
+    [
+        (NoJournal(), admin_pb.DURABILITY_MEMORY),
+        (StoreJournal(MemoryStore(), Durability.RELAXED, broken=print), admin_pb.DURABILITY_RELAXED),
+        (StoreJournal(MemoryStore(), Durability.STRICT, broken=print), admin_pb.DURABILITY_STRICT),
+    ],
+)
+async def test_a_watcher_sees_how_what_the_head_has_is_kept(
+    world: World, journal: Journal, durability: admin_pb.Durability
+) -> None:
+    server = await world.head()
+    server.head.journal = journal
+    watching = await Watching(server).until(lambda seen: seen.messages)
+    assert (watching.summary.durability, watching.summary.store_trouble) == (durability, "")
+
+
+async def test_a_watcher_sees_that_the_store_fails_and_that_it_works_again(world: World) -> None:
+    server = await world.head()
+    server.head.journal = journal = FailingJournal()
+    watching = await Watching(server).until(lambda seen: seen.messages)
+    journal.trouble = FULL
+    await watching.until(lambda seen: seen.summary.store_trouble == str(FULL))
+    journal.trouble = None
+    await watching.until(lambda seen: not seen.summary.store_trouble)
 
 
 async def test_a_watcher_sees_a_node_die_and_its_answers_move(world: World) -> None:

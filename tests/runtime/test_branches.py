@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 
 import pytest
@@ -36,12 +37,13 @@ def test_a_reader_beyond_what_is_kept_is_told_what_is_sure_and_one_before_goes_o
     async def story() -> None:
         journal = KnownContext(CONTEXT)
         head = await restarted(journal, torn())
-        assert (head.branch, journal.records[0]) == (1, BranchCut("g", 1, KEPT))
+        branch = head.fleet.term
+        assert (head.branch, journal.records[0]) == (branch, BranchCut("g", branch, KEPT))
         assert refused(head, KEPT + 1, 0) == (Reason.DATA_LOSS, str(KEPT))
-        assert head.find_generation("g").attach(KEPT, 0).branch == 1
+        assert head.find_generation("g").attach(KEPT, 0).branch == branch
         # Who has read what this head gives is as sure as any.
         head.find_generation("g").deliver([5, 6], 0.0)
-        assert head.find_generation("g").attach(KEPT + 2, 1).branch == 1
+        assert head.find_generation("g").attach(KEPT + 2, branch).branch == branch
         assert refused(head, KEPT + 1, 0) == (Reason.DATA_LOSS, str(KEPT))
         await head.stop(0.0)
 
@@ -51,11 +53,10 @@ def test_a_reader_beyond_what_is_kept_is_told_what_is_sure_and_one_before_goes_o
 def test_of_several_losses_the_first_that_a_reader_has_not_seen_counts() -> None:
     async def story() -> None:
         head = await restarted(KnownContext(CONTEXT), torn(branch=4, cuts=(BranchCut("g", 3, 1),)))
-        assert head.branch == 5
-        assert refused(head, KEPT, 2) == (Reason.DATA_LOSS, "1")
-        assert head.find_generation("g").attach(1, 2).branch == 5
+        assert refused(head, KEPT, 0) == (Reason.DATA_LOSS, "1")
+        assert head.find_generation("g").attach(1, 0).branch == head.branch
         assert refused(head, KEPT + 1, 3) == (Reason.DATA_LOSS, str(KEPT))
-        assert head.find_generation("g").attach(KEPT, 3).branch == 5
+        assert head.find_generation("g").attach(KEPT, 3).branch == head.branch
         await head.stop(0.0)
 
     simulate(story)
@@ -111,4 +112,22 @@ def test_a_term_that_was_raised_is_not_given_again() -> None:
 
 
 def test_a_branch_begins_where_the_end_may_be_lost() -> None:
-    assert [branch_after(Saved(branch=3, torn=torn)) for torn in (False, True)] == [3, 4]
+    assert [branch_after(Saved(branch=3, torn=torn), 9) for torn in (False, True)] == [3, 9]
+
+
+def test_two_starts_on_one_copy_are_two_branches() -> None:
+    """The second knows nothing of the first, whose readers come to it all the same."""
+
+    async def story() -> None:
+        branches = []
+        for _ in range(2):
+            head = await restarted(KnownContext(CONTEXT), torn())
+            branches.append(head.branch)
+            await head.stop(0.0)
+            await asyncio.sleep(1.0)
+        assert branches[0] < branches[1]
+        head = await restarted(KnownContext(CONTEXT), torn())
+        assert refused(head, KEPT, branches[1]) == (Reason.DATA_LOSS, "0")
+        await head.stop(0.0)
+
+    simulate(story)

@@ -106,7 +106,7 @@ def test_an_answer_whose_context_cannot_be_read_ends_with_an_error_and_the_head_
         head = await restarted(KnownContext(), saved())
         error = finished_of(head).error
         assert error is not None
-        assert error.reason is Reason.STORE_UNAVAILABLE
+        assert error.reason is Reason.CONTEXT_LOST
         await head.stop(0.0)
 
     simulate(story)

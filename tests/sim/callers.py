@@ -19,7 +19,7 @@ from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.views import CancelOutcome, RequestKey, SessionView
 from node_stub.reference import StubModel
-from tests.sim.knowledge import Asked, Being, Knowledge
+from tests.sim.knowledge import Appended, Asked, Being, Knowledge
 from tests.sim.losses import Losses
 from tests.sim.plans import Surroundings, plan_generation
 from tests.sim.readers import ReadingHabits, cancel, pick_habits, read_along
@@ -66,6 +66,8 @@ class Caller(Losses):
     async def _talk(self) -> None:
         """A session to its end; gives up when the fleet takes it for too long."""
         mine = await self._take_stock() if self.has_lost else None
+        if self._mine is not None and self._mine.being is None:
+            return  # it has had its session finished
         if mine is None and self._rng.random() < 0.3:
             for _ in range(self._rng.randint(1, 3)):
                 await self._complete()
@@ -75,7 +77,7 @@ class Caller(Losses):
         if mine is None:
             return
         for _ in range(self._rng.randint(1, 4)):
-            if not await self._between(mine):
+            if mine.is_parked or not await self._between(mine):
                 break
             if not await self._generate(mine):
                 return
@@ -189,8 +191,8 @@ class Caller(Losses):
         async def append(head: Head) -> SessionView:
             return await head.append_tokens(mine.session_id, tokens, expected_length, truncate_to, key)
 
-        appended = mine.context[:truncate_to] + tokens
-        mine.asked.append(Being(tuple(appended)))
+        after = mine.context[:truncate_to] + tokens
+        mine.asked.append(Being(tuple(after)))
         try:
             view = await self._line.call(append)
         except FleetError as error:
@@ -199,7 +201,8 @@ class Caller(Losses):
             mine.asked.clear()
             self._world.check_refusal(error, mine.spec, (truncate_to or length) + len(tokens))
             return
-        mine.context = appended
+        mine.appended = Appended(append, tuple(mine.context), tuple(after))
+        mine.context = after
         self._tells(mine)
         if key is not None:
             await self._ask_again(append, key, view, now=rng.random() < 0.5)
@@ -282,7 +285,7 @@ class Caller(Losses):
         if generation is None:
             return None
         record = asked.record = self._staying = self._oracle.records[generation.generation_id]
-        asked.told_s = asyncio.get_running_loop().time()
+        asked.told_s, asked.over = asyncio.get_running_loop().time(), False
         self._told_of[record.generation_id] = asked
         if earlier is not None:
             earlier.follows(record)

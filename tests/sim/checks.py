@@ -23,6 +23,7 @@ from tests.sim.loop import SimLoop
 from tests.sim.network import SimNetwork
 from tests.sim.nodes import NodeProcess, SimMachine
 from tests.sim.oracle import Oracle
+from tests.sim.owing import Owing
 from tests.sim.records import Record
 from tests.sim.stores import SimStore
 from tests.sim.strikes import Strikes
@@ -57,6 +58,7 @@ class Fleet(Protocol):
     heads: Heads
     strikes: Strikes
     clones: Clones
+    store: SimStore | None
 
     def living_head(self) -> Head | None: ...
 
@@ -68,6 +70,7 @@ class FleetChecks:
         self._fleet = fleet
         self._oracle = fleet.oracle
         self._unmeant: dict[tuple[str, str, int], float] = {}
+        self._owing = Owing(fleet.store, fleet.loop.time, fleet.oracle.violation)
         fleet.oracle.judge_placement = self._judge_placement
         fleet.oracle.judge_failure = self._judge_failure
         fleet.oracle.process_of = self.process_of
@@ -181,6 +184,9 @@ class FleetChecks:
 
     def revoking(self, link: SimLink, command: Revoke) -> None:
         """The head sends a revoke."""
+        hello = link.hello
+        if self._oracle.is_owed(hello.identity, hello.incarnation, command.session_id, command.epoch):
+            self._oracle.met("a revoke that an earlier head owed is sent")
         head = self._fleet.living_head()
         try:
             binding = head.sessions.get(command.session_id).binding if head is not None else None
@@ -214,6 +220,7 @@ class FleetChecks:
                 self._check_node(info)
             for node in head.fleet.nodes:
                 self._fleet.clones.check(node)
+                self._owing.check(node)
                 self._check_held(head, node)
             for machine in self._fleet.everyone:
                 self._check_machine(machine)
@@ -286,9 +293,11 @@ class FleetChecks:
         return binding is not None and binding.node is node and binding.epoch == epoch
 
     def _cannot_know(self, node: Node, link: SimLink, session_id: str, epoch: int) -> bool:
-        """An earlier head had it there, and the node has not told of it."""
+        """An earlier head had it there, and neither the node nor what that head left tells of it."""
         told = Feature.RECONCILE in node.features and (session_id, epoch) in link.found
-        return not told and not self._oracle.is_of_this_head(session_id, epoch)
+        known = self._now_s - self._fleet.heads.since_s < self._fleet.settings.lease_s
+        owed = known and self._oracle.is_owed(node.name, node.incarnation, session_id, epoch)
+        return not (told or owed or self._oracle.is_of_this_head(session_id, epoch))
 
     def _check_machine(self, machine: SimMachine) -> None:
         process, name = machine.process, machine.profile.name
@@ -328,8 +337,11 @@ class FleetChecks:
         if saved.torn:
             self._oracle.violation("the last head has ended in order, and its end may be lost")
         orders = [name for name, order in saved.marks.items() if order.mark != ENDED]
-        if saved.sessions or saved.revokes or orders:
-            self._oracle.violation(f"still kept: {list(saved.sessions)}, {list(saved.revokes)}, {orders}")
+        head = self._fleet.living_head()
+        # A node that has not come back yet is owed what an earlier head owed, until its leases have run out.
+        owed = [key for key in saved.revokes if head is not None and head.fleet.named(key[0]) is not None]
+        if saved.sessions or owed or orders:
+            self._oracle.violation(f"still kept: {list(saved.sessions)}, {owed}, {orders}")
         for record in self._oracle.records.values():
             kept, expected = store.kept(record.generation_id), record.expected
             ended = None if kept is None or kept.ended is None else kept.ended.finished

@@ -15,7 +15,16 @@ from tests.sim.nodes import ArmedFault, RunFault, SimMachine
 from tests.sim.oracle import Oracle
 from tests.sim.stores import SimStore
 from tests.sim.strikes import Strikes
-from tests.sim.striking import HORIZON_S, OF_STORE, Fault, draw_of_store
+from tests.sim.striking import (
+    HORIZON_S,
+    OF_END,
+    OF_RELAXED,
+    OF_STORE,
+    Fault,
+    draw_of_end,
+    draw_of_relaxed,
+    draw_of_store,
+)
 
 MIN_FAULTS = 5
 # Of a hundred faults, how many are of which kind; those of the whole fleet come rarely, and cost much.
@@ -76,6 +85,10 @@ class FaultPlan:
                 for number in of_store
                 if only is None or number in only
             ]
+        if store is not None and (only is None or OF_END in only):
+            found.append(draw_of_end(random.Random(f"fault {OF_END} {seed}"), strikes))
+        if strikes.relaxed and (only is None or OF_RELAXED in only):
+            found.append(draw_of_relaxed(random.Random(f"fault {OF_RELAXED} {seed}"), strikes))
         there = [fault for fault in found if fault is not None]
         self.faults = sorted(there, key=lambda fault: fault.at_s)
 

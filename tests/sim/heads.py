@@ -1,4 +1,4 @@
-"""The heads of a world, one after the other: started, killed without a word, and started anew.
+"""The heads of a world, one after the other: started, killed without a word or ended in order, started anew.
 
 A head that is killed ends as by SIGKILL: its connections are reset, and every task that ran for it or talked
 to it is cancelled. Only what the world registered as its own goes on. The next one begins with nothing, or
@@ -70,10 +70,9 @@ class Heads:
         self.head: Head | None = None
         self.up = asyncio.Event()
         self.forgotten: Callable[[], None] = lambda: None  # called when a head's memory is gone
-        self.lost: Callable[[float], None] = lambda _kept_s: (
-            None
-        )  # and then; what was put before that is kept
+        self.lost: Callable[[float], None] = lambda _: None  # and then; what was put before that is kept
         self.immortal = False  # when the story is over
+        self.next_is_strict = False  # whatever the others are
         self.killed_soon: list[tuple[float, float]] = []  # in the starts to come: after so long, down for
         if store is not None:
             store.ran_for, store.fails = oracle.ran_for, self._nothing_can_be_kept
@@ -108,6 +107,7 @@ class Heads:
         if not self.relaxed:
             return Durability.STRICT
         strict = self._oracle.lives > 1 and self._rng.random() < _STRICT_BETWEEN
+        strict, self.next_is_strict = strict or self.next_is_strict, False
         return Durability.STRICT if strict else Durability.RELAXED
 
     def _make(
@@ -167,25 +167,56 @@ class Heads:
         died_s = loop.time()
         kept_s = died_s if self.store is None else self.store.head_died()
         self._died_s = min(died_s if self._died_s is None else self._died_s, kept_s)
+        self._is_gone(kept_s, down_s)
+        return True
+
+    def end(self, grace_s: float, down_s: float) -> bool:
+        """Have it end in order; another starts after `down_s`. False when there is none that can."""
+        loop = self._network.loop
+        if self.store is None or loop.head_stopped or self.head is None or not self.up.is_set():
+            return False
+        self._oracle.met("a head ends in order")
+        self._died_s = loop.time()
+        self.up.clear()
+        self.owns(loop.create_task(self._end(grace_s, down_s), name="end of a head", context=loop.head_side))
+        return True
+
+    async def _end(self, grace_s: float, down_s: float) -> None:
+        assert self.head is not None
+        assert self.store is not None
+        assert self._oracle.telling is not None
+        await self.head.stop(grace_s)
+        self.head = None  # who waits for an answer gets none
+        for task in _in_order(asyncio.all_tasks() - self._own):
+            if task.get_name() != "journal":
+                task.cancel()
+        if self._journal is not None and self._access is not None:
+            await self._journal.stop()
+            await self._access.close()
+        self._oracle.telling.ahead = self.store.saved.torn  # else all that was told is kept
+        self._is_gone(self.store.head_died(), down_s)
+
+    def _is_gone(self, kept_s: float, down_s: float) -> None:
+        """There is no head now; another starts after `down_s`."""
+        loop, now_s = self._network.loop, self._network.loop.time()
         self.head = self._journal = None
         self.up.clear()
         processes = [machine.process for machine in self._everyone if machine.process is not None]
         self.forgotten()
         self._oracle.head_died(processes, self._settings.fleet_id, kept_s)
         self.lost(kept_s)
-        if self.store is not None:
+        if self.store is not None and self._died_s is not None:
             self._oracle.stands_still_from(self._died_s)
         for link in list(self._network.links):
             link.die()
         for task in _in_order(asyncio.all_tasks() - self._own):
             task.cancel()
         self._starting = loop.create_task(
-            self._start_again(down_s, self._next_clock(died_s + down_s)),
+            self._start_again(down_s, self._next_clock(now_s + down_s)),
             name="start the next head",
             context=loop.head_side,
         )
         self.owns(self._starting)
-        return True
 
     def _next_clock(self, starts_s: float) -> float:
         """Its clock may say the same second again, or be set back: store or nodes know the epochs better."""

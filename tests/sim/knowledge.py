@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fleet_service.domain.specs import SessionSpec
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.head import Head
-from fleet_service.runtime.views import RequestKey
+from fleet_service.runtime.views import RequestKey, SessionView
 from node_stub.reference import StubModel
 from tests.sim.records import Plan, Record
 from tests.sim.stores import SimStore
@@ -22,6 +22,15 @@ class Being:
     parked: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """A change of the context, and how it was asked for."""
+
+    ask: Callable[[Head], Awaitable[SessionView]]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Knowledge:
     """The session as its caller means it to be, which is as it was told that it is."""
@@ -32,11 +41,17 @@ class Knowledge:
     context: list[int] = field(default_factory=list)
     told: list[tuple[float, Being | None]] = field(default_factory=list)  # when, and what; None = it is over
     asked: list[Being | None] = field(default_factory=list)  # what it has asked for, and has no answer yet
+    appended: Appended | None = None  # last
 
     @property
     def being(self) -> Being | None:
         """As was told last."""
         return self.told[-1][1]
+
+    @property
+    def is_parked(self) -> bool:
+        """By its caller, who could not have it resumed."""
+        return self.being is not None and self.being.parked
 
     def is_told(self, being: Being | None, told_s: float) -> None:
         """It is so now, by the head's word."""

@@ -213,6 +213,8 @@ class Lives:
         if record.taken_up_s is None or self._clock() - record.taken_up_s >= OLD_NODE_S:
             return
         kept, found = self.store.kept(record.generation_id), (record.session_id, bound.epoch)
+        if any(run[:2] == found and run[2] not in self.records for run in process.runs(kept=True)):
+            return  # another run of the session went with the head that died
         index = 0 if kept is None else len(kept.token_ids)
         if self.can_tell(bound.node, found) and process.could_take_up(
             record.generation_id, bound.epoch, index
@@ -220,6 +222,11 @@ class Lives:
             self.violation(
                 f"{record.generation_id} is given up on {bound.node}, which could go on at {index}"
             )
+
+    def sent_elsewhere(self, generation_id: str) -> None:
+        """It waits for a lane where it was, and its link broke, or it would be done much sooner elsewhere."""
+        if generation_id in self.records:
+            self.records[generation_id].tries_again = False
 
     def _is_kept(self, session_id: str, node: str, process: NodeProcess | None, epoch: int) -> bool:
         """Whether the session was kept as bound just so. `process` None: it has gone meanwhile."""

@@ -22,7 +22,7 @@ from tests.sim.records import Record
 from tests.sim.requests import Requests
 from tests.sim.stores import SimStore
 
-_ASKS_AGAIN = 0.6
+_ASKS_AGAIN = 0.8
 
 
 class Losses(Requests):
@@ -77,14 +77,16 @@ class Losses(Requests):
         mine = self._mine
         if mine is None:
             return False
-        newer = [*mine.asked, *self._extended(mine)]
-        may_be = [*mine.may_be(kept_s), *newer]
+        extended = self._extended(mine)
+        newer = [*mine.asked, *(extended if mine.being is not None else [])]
+        may_be = [*mine.may_be(kept_s), *mine.asked, *extended]
         if kept not in may_be:
             self._oracle.violation(f"{mine.session_id} is kept as {kept}, it may only be one of {may_be}")
         return kept != mine.being and kept not in newer
 
     def _starts_from(self, kept: Being | None) -> None:
         """All is as it is kept."""
+        self._staying = None
         told_of = self._told_of.values()
         self._go_on = [each for each in told_of if each.record is not None and each.record.finished is None]
         for asked in self._go_on:
@@ -147,6 +149,8 @@ class Losses(Requests):
             mine = self._mine = None
         if mine is not None and not await self._is_resumed(mine):
             return mine
+        if mine is not None:
+            await self._append_again(mine)
         for asked in gone:
             if self._may_ask_again(asked, mine) and self._rng.random() < _ASKS_AGAIN:
                 self._note("asks again for %s", asked.generation_id or "a generation")
@@ -170,10 +174,7 @@ class Losses(Requests):
         )
 
     async def _is_resumed(self, mine: Knowledge) -> bool:
-        being = mine.being
-        if being is None or not being.parked:
-            return True
-        return await self._resumes(mine)
+        return not mine.is_parked or await self._resumes(mine)
 
     def _may_ask_again(self, asked: Asked, mine: Knowledge | None) -> bool:
         """It would be the very same request."""
@@ -181,10 +182,24 @@ class Losses(Requests):
             return True
         return asked.mine is mine and tuple(mine.context) == asked.plan.context
 
+    async def _append_again(self, mine: Knowledge) -> None:
+        """The very same request, where what it had done is lost."""
+        appended = mine.appended
+        if appended is None or appended.before != tuple(mine.context) or self._rng.random() >= _ASKS_AGAIN:
+            return
+        mine.asked.append(Being(appended.after))
+        if await self._patiently(mine.spec, len(appended.after), appended.ask) is None:
+            mine.asked.clear()
+            return
+        self._oracle.met("a lost append is carried out again")
+        mine.context = list(appended.after)
+        self._tells(mine)
+        await self._check_context(mine)
+
     async def _stay(self, record: Record) -> None:
-        """Until it has ended, and the end is not undone."""
+        """Until it has ended, and the end that was told of is not undone."""
         self._staying = record
-        while record.finished is None:
+        while record.finished is None or record.end_lost:
             await read_to_the_end(self._oracle, self._line, record)
         self._staying = None
 
@@ -216,11 +231,12 @@ class Losses(Requests):
 
     def _ends(self, asked: Asked, record: Record) -> bool:
         """It has ended, and its output may have joined the context. False: its session is over."""
-        mine, asked.over = asked.mine, True
+        mine = asked.mine
+        if mine is not None and record.session_finished_s is not None:
+            return False
+        asked.over = True
         if mine is None:
             return True
-        if record.session_finished_s is not None:
-            return False
         if asked.plan.spec.extend_context and record.finished is not None and record.finished.output_tokens:
             assert record.expected is not None
             mine.context += record.expected.token_ids[: record.finished.output_tokens]

@@ -91,8 +91,8 @@ class NodeProcess(Peer, Protocol):
     @property
     def incarnation(self) -> str: ...
 
-    def runs(self) -> list[RunKey]:
-        """What it has, queued or running."""
+    def runs(self, *, kept: bool = False) -> list[RunKey]:
+        """What it has, queued or running; with `kept`, what has ended and is kept as well."""
 
     def could_take_up(self, generation_id: str, epoch: int, index: int) -> bool:
         """Whether it keeps a run of it that can go on from that index."""

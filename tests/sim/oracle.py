@@ -254,7 +254,6 @@ class Oracle(Lives):
             self.violation(f"{record.generation_id}: a second terminal event, {finished}")
             return
         record.finished, record.finished_s = finished, now_s
-        record.end_lost = False
         if self.overdue(record.deadline_s, now_s):
             self.violation(f"{record.generation_id} ended {now_s - record.deadline_s:.3f} s too late")
         nobody_came = record.readers_seen == 0 and record.abandoned_s is None

@@ -25,6 +25,7 @@ from fleet_service.runtime.protocols import NodeLink, RunHandle
 from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Binding
 from fleet_service.runtime.tokenlog import Cursor, TokenLog
+from tests.sim.planted_ahead import PLANTED_AHEAD
 from tests.sim.planted_fleet import PLANTED_IN_FLEET
 from tests.sim.planted_store import PLANTED_IN_STORE
 from tests.sim.planting import replaced
@@ -323,4 +324,5 @@ PLANTED: tuple[Callable[[], Any], ...] = (
     a_broken_link_is_noticed_by_silence_only,
     *PLANTED_IN_FLEET,
     *PLANTED_IN_STORE,
+    *PLANTED_AHEAD,
 )

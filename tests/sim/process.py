@@ -72,8 +72,8 @@ class SimProcess:
         """Neither dead nor stopped."""
         return self.machine.process is self and not self.machine.frozen
 
-    def runs(self) -> list[RunKey]:
-        return self.engine.keys()
+    def runs(self, *, kept: bool = False) -> list[RunKey]:
+        return self.engine.keys(kept=kept)
 
     def could_take_up(self, generation_id: str, epoch: int, index: int) -> bool:
         return self.engine.could_take_up(generation_id, epoch, index)

@@ -161,6 +161,9 @@ async def _read_there(
             transcript.feed(await reader.read())
             if pace_s:
                 await asyncio.sleep(pace_s)
+    except FleetError as error:
+        transcript.is_left(error)
+        raise
     finally:
         if record.life == life:
             record.readers_open -= 1

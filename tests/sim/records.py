@@ -82,7 +82,7 @@ class Record:
     losses: list[tuple[int, int]] = field(default_factory=list)  # the life after each, tokens that were left
     lost: bool = False  # with the head that had it
     first_reader: Transcript | None = None
-    end_lost: bool = False  # once more it is to go on, or goes on, after its end was undone
+    end_lost: bool = False  # its end was undone, and nobody has heard of another
     _expected: Expected | None = None
 
     @property

@@ -24,6 +24,7 @@ T = TypeVar("T")
 SLOWEST_S = 2.0
 _MOST_S = 0.02
 _SLOW = 0.003  # of all it does
+_SLOW_IN_KILLS = 0.5  # of what a head is killed in that tells ahead
 _KEPT_UNSEEN = 0.5  # of the batches under way when their head is killed
 TROUBLE_LASTS_S = 3.5
 """How long after its end a head may still say that the store is in trouble."""
@@ -51,6 +52,7 @@ class Kill:
     where: float  # of the time that it takes, in [0, 1); 1 = once it is done, and before anybody knows
     strike: Callable[[], object]
     record: type[Record] | None = None  # only writes of such a record count; None = all
+    takes_s: float | None = None  # how long the operation would take; None = as ever
 
 
 class SimStore:
@@ -164,7 +166,7 @@ class Access:
         self._store = store
         self._tells_ahead = tells_ahead
         self._under_way: list[_Work] = []
-        self._dead = False
+        self._dead = self._is_closed = False
         self._batch: Sequence[Record] | None = None
         self._batch_is_kept = False
         self._gathers_s = -1.0  # how long at most what is put waits for others; -1 = nothing is written yet
@@ -182,6 +184,8 @@ class Access:
 
     def kept_until_s(self) -> float:
         """All that was put before that time is kept, also if the head dies and its batch is lost."""
+        if self._is_closed:
+            return self._store.loop.time()
         if self._batch is None:
             return self._oldest_s()
         return self._last_began_s if self._batch_is_kept else self._waits_from_s
@@ -233,6 +237,7 @@ class Access:
     async def close(self) -> None:
         if not self._dead and self._gathers_s >= 0 and not self._store.failing:
             self._store.saved.torn = False
+            self._is_closed = True
         self._dead = True
 
     async def _do(self, op: Op, effect: Callable[[], T], *, changes: bool = False) -> T:
@@ -243,6 +248,10 @@ class Access:
         done: asyncio.Future[T] = loop.create_future()
         work = _Work(effect, changes=changes)
         takes_s, kill = store.takes_s(), store.next_kill(op, self._batch or ())
+        if kill is not None and kill.takes_s is not None:
+            takes_s = kill.takes_s
+        elif kill is not None and self._tells_ahead and store.rng.random() < _SLOW_IN_KILLS:
+            takes_s = store.rng.random() * SLOWEST_S  # so that much is told meanwhile, and lost
         if kill is not None and kill.where < 1.0:
             loop.call_later(takes_s * kill.where, self._kill, kill, context=loop.node_side)
         self._under_way.append(work)

@@ -22,6 +22,7 @@ from tests.sim.talking import Talk
 
 # Between two of them the head must have had time to see for itself what came of its nodes.
 _BETWEEN_STANDSTILLS_S = 5.0
+_JUST_BEFORE = 0.99
 _SEEN_TO_S = 0.5
 """Between two looks of an operator at whether a node is back."""
 
@@ -70,6 +71,11 @@ class Strikes:
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._network.loop.call_later(delay_s, action, context=self._network.loop.node_side)
+
+    @property
+    def relaxed(self) -> bool:
+        """Heads tell ahead."""
+        return self._heads.relaxed
 
     # Nodes
 
@@ -180,6 +186,23 @@ class Strikes:
         if not self.crash_head(down_s):
             return False
         self._heads.killed_soon.append((after_s, again_s))
+        return True
+
+    def end_head(self, grace_s: float, down_s: float) -> bool:
+        """It ends in order, and another one starts."""
+        return self._heads.end(grace_s, down_s)
+
+    def crash_twice(self, record: type[Record], takes_s: float, down_s: float, again_s: float) -> bool:
+        """The head is killed in a write that takes long, the next, a STRICT one, before its first."""
+        store = self._heads.store
+        assert store is not None
+
+        def strike() -> None:
+            if self.crash_head(down_s):
+                self._heads.next_is_strict = True
+                self.crash_in(Op.TERM, 1, 1.0, again_s)
+
+        store.kills.append(Kill(Op.WRITE, 1, _JUST_BEFORE, strike, record, takes_s))
         return True
 
     def crash_into_trouble(

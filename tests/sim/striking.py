@@ -17,17 +17,23 @@ from fleet_service.runtime.records import (
     SessionBound,
     SessionGone,
     SessionKept,
+    TokensDelivered,
 )
 from fleet_service.runtime.store import StoreTrouble
 from tests.sim.nodes import SimMachine
-from tests.sim.stores import Op
+from tests.sim.stores import SLOWEST_S, Op
 from tests.sim.strikes import Strikes
 
 HORIZON_S = 25.0
 OF_STORE = 100
 """Their numbers begin here."""
+OF_END = 150
+"""That of a head which ends in order, in some worlds."""
+OF_RELAXED = 200
+"""That of the one which befalls heads that tell ahead."""
 # Of a hundred, how many are of which kind.
 _KINDS = {"write": 38, "any time": 20, "again": 10, "recovery": 10, "trouble": 12, "order": 10}
+_WITHOUT_END = 0.6
 # What is in the write that heads are killed in.
 _AIMS: tuple[type[Record] | None, ...] = (
     None,
@@ -68,6 +74,26 @@ def draw_of_store(
         return None if machine is None else _order(number, at_s, rng, strikes, machine)
     text, strike = _of(kind, rng, strikes, down_s)
     return Fault(number, at_s, text, strike)
+
+
+def draw_of_relaxed(rng: random.Random, strikes: Strikes) -> Fault:
+    """Much is lost, and the head after the next must know it: the next is killed before it writes."""
+    at_s, takes_s = rng.uniform(2.0, HORIZON_S), rng.uniform(0.3, SLOWEST_S)
+    down_s, again_s = rng.choice([0.0, rng.random()]), rng.choice([0.0, rng.random()])
+    record = rng.choice([TokensDelivered, GenerationStarted])
+    what = f"a write of {record.__name__} that takes {takes_s:.2f} s"
+    text = f"the head is to be killed in {what}, the next one when it has its term"
+    return Fault(OF_RELAXED, at_s, text, lambda: strikes.crash_twice(record, takes_s, down_s, again_s))
+
+
+def draw_of_end(rng: random.Random, strikes: Strikes) -> Fault | None:
+    """A head that ends in order loses nothing."""
+    if rng.random() < _WITHOUT_END:
+        return None
+    at_s, grace_s = rng.uniform(1.0, HORIZON_S), rng.choice([0.0, rng.random()])
+    down_s = rng.choice([0.0, rng.uniform(0.05, 3.0)])
+    text = f"the head ends in order within {grace_s:.2f} s, another starts in {down_s:.2f} s"
+    return Fault(OF_END, at_s, text, lambda: strikes.end_head(grace_s, down_s))
 
 
 def _order(number: int, at_s: float, rng: random.Random, strikes: Strikes, machine: SimMachine) -> Fault:

@@ -67,9 +67,10 @@ class Talk:
                     return answer
                 pause_s = self._rng.random() * _BACK_WITHIN_S  # it did not arrive before the head died
             except FleetError as error:
-                if error.reason is not Reason.STORE_UNAVAILABLE:
+                if error.reason is Reason.STORE_UNAVAILABLE:
+                    self._check_trouble(error)
+                elif error.reason is not Reason.HEAD_DRAINING or self._heads.up.is_set():
                     raise
-                self._check_trouble(error)
                 pause_s = _STORE_PAUSE_S
             except asyncio.CancelledError:
                 if _is_cancelled():

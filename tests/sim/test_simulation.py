@@ -56,6 +56,11 @@ _MET = {
     "a call breaks off with its head": 100,
     "a later head repeats an answer": 100,
     "a caller is told that nothing can be kept": 10,
+    "what a caller was told is lost": 10,
+    "a lost request is carried out again": 1,
+    "a reader is told what it has lost": 3,
+    "a revoke that an earlier head owed is sent": 2,
+    "a head ends in order": 3,
     "the store is full": 3,
     "the store is unavailable": 3,
 }

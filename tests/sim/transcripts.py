@@ -65,6 +65,11 @@ class Transcript:
         del self.token_ids[max(0, next_index - first) :]
         self.next_index = next_index
 
+    def is_left(self, refusal: FleetError) -> None:
+        """Its head ends, and the next goes on."""
+        if int(refusal.metadata["nextIndex"]) != self.next_index:
+            self._violation(f"{self._name} has {self.next_index} tokens, and is told: {refusal}")
+
     def follows(self, record: Record) -> None:
         """The generation was lost, and asked for again: under its id there is another one."""
         if self._telling is not None and self.next_index:
@@ -126,6 +131,7 @@ class Transcript:
 
     def _finish(self, event: Finished) -> None:
         self.finished = event
+        self.record.end_lost = False
         if event != self.record.finished:
             self._violation(f"{self._name}: {event}, decided was {self.record.finished}")
         if event.output_tokens != self.next_index:

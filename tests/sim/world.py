@@ -317,6 +317,8 @@ def _logs_into(world: World) -> Iterator[None]:
                 world.clones.replaced(incarnation)
             case {"event": "node_link_lost", "node": node, "error": error}:
                 world.checks.link_lost(node, error)
+            case {"event": "attempt_failed", "failure": "rebalanced" | "evicted", "generation": generation}:
+                world.oracle.sent_elsewhere(generation)
             case {"event": "node_silent", "in_doubt": True}:
                 world.oracle.met("silence is held in doubt")
         raise structlog.DropEvent

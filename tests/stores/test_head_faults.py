@@ -37,6 +37,7 @@ class Stage:
     stack: AsyncExitStack
     node: str = ""
     callers: int = field(default_factory=quiet_port)
+    operators: int = field(default_factory=quiet_port)
 
     @property
     def data(self) -> Path:
@@ -44,7 +45,8 @@ class Stage:
 
     def command(self) -> list[str]:
         command = [command_of("fleet"), "serve", "--data-dir", str(self.data), "--node", self.node]
-        return [*command, "--listen", f"127.0.0.1:{self.callers}", "--admin-listen", "127.0.0.1:0"]
+        command += ["--admin-listen", f"127.0.0.1:{self.operators}"]
+        return [*command, "--listen", f"127.0.0.1:{self.callers}"]
 
     async def head(self, command: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Child:
         variables = [f"{name}={value}" for name, value in (env or {}).items()]
@@ -59,6 +61,16 @@ class Stage:
             _, text = await head.communicate()
         assert head.returncode == 1, text.decode()
         return text.decode().splitlines()[-1]
+
+    async def doctor(self) -> tuple[int | None, str]:
+        """How `fleet doctor` ends, and what it prints."""
+        where = ["--address", f"127.0.0.1:{self.callers}", "--admin-address", f"127.0.0.1:{self.operators}"]
+        doctor = await asyncio.create_subprocess_exec(
+            *(command_of("fleet"), "doctor", *where), stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(_PATIENCE_S):
+            text, _ = await doctor.communicate()
+        return doctor.returncode, text.decode()
 
     async def client(self) -> FleetClient:
         return await self.stack.enter_async_context(FleetClient(f"127.0.0.1:{self.callers}", "127.0.0.1:1"))
@@ -141,8 +153,14 @@ async def test_a_full_disk_makes_streams_wait_and_refuses_new_work_until_there_i
         await late.done
     assert refused_stream.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not stream.done.done()
+    code, told = await stage.doctor()
+    assert (code, "NOT_SERVING" in told) == (1, False)
+    full = f"nothing can be kept on disk: no space is left for {stage.data / 'head.db'}; new work is refused"
+    assert f"error: {full}" in told
     disk.free()
     await stage.until_health(SERVING)
+    code, told = await stage.doctor()
+    assert (code, "kept      on disk, strict" in told) == (0, True)
     await stream.has(waiting + 1)
     await stream.exact([1, 2, 3], 600)
     await open_session(client, "three", [1])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
+import stat
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from examples.processes import command_of
 from fleet_service.stores.sqlite import SqliteStore
+from fleet_service.stores.sqlite_look import copy as copy_file
 from fleet_service.stores.sqlite_schema import VERSION
 from tests.stores.histories import generation, session
 from tests.stores.hurt import Writer
@@ -18,9 +23,9 @@ from tests.stores.test_faults import SESSIONS, ids_of, make
 TOKENS = sum(len(ids_of(n)) for n in range(SESSIONS))
 
 
-async def fleet_store(command: str, folder: Path, *flags: str) -> tuple[int, str, str]:
+async def fleet_store(command: str, *arguments: str | Path) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(command_of("fleet"), "store", command, str(folder), *flags),
+        *(command_of("fleet"), "store", command, *map(str, arguments)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -29,9 +34,13 @@ async def fleet_store(command: str, folder: Path, *flags: str) -> tuple[int, str
     return process.returncode, out.decode(), err.decode()
 
 
-async def as_json(command: str, folder: Path) -> tuple[int, Any]:
-    code, out, _ = await fleet_store(command, folder, "--json")
+async def as_json(command: str, *places: Path) -> tuple[int, Any]:
+    code, out, _ = await fleet_store(command, *places, "--json")
     return code, json.loads(out)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def change(file: Path, statement: str) -> None:
@@ -111,6 +120,138 @@ async def test_a_store_put_back_is_whole_and_said_to_be_another(tmp_path: Path) 
     assert "begins a new branch" in err
 
 
+async def test_a_store_that_no_head_has_open_is_looked_at_without_leaving_a_file(tmp_path: Path) -> None:
+    await make(tmp_path / "head.db")
+    before = names(tmp_path)
+    for command in ("check", "stats"):
+        assert (await fleet_store(command, tmp_path))[0] == 0
+        assert names(tmp_path) == before
+
+
+async def test_a_log_without_what_finds_a_place_in_it_is_read_and_nothing_is_left(tmp_path: Path) -> None:
+    writer = await Writer.start(tmp_path / "head.db")
+    await writer.until("kept")
+    await writer.kill()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("head.db", "head.db-wal"):
+        shutil.copy(tmp_path / name, copy / name)
+    code, found = await as_json("check", copy)
+    assert (code, found["output_tokens"] >= writer.kept) == (0, True)
+    assert names(copy) == ["head.db", "head.db-wal"]
+
+
+async def test_a_file_may_be_named_as_well_as_its_folder(tmp_path: Path) -> None:
+    await make(tmp_path / "head.db")
+    copy = tmp_path / "copy.db"
+    shutil.copy(tmp_path / "head.db", copy)
+    for file in (tmp_path / "head.db", copy):
+        code, out, _ = await fleet_store("check", file)
+        assert (code, out.startswith(f"{file} is whole: {SESSIONS} sessions")) == (0, True)
+    change(copy, "DELETE FROM context WHERE session_no = 5")
+    code, _, err = await fleet_store("check", copy)
+    assert (code, err.splitlines()[-1]) == (1, f"fleet: {copy} is damaged")
+    missing = tmp_path / "missing.db"
+    assert await fleet_store("stats", missing) == (1, "", f"fleet: there is no {missing}\n")
+
+
+# ---------------------------------------------------------------------------------------- a damaged log
+
+
+async def test_a_log_damaged_in_its_middle_is_told_of(tmp_path: Path) -> None:
+    writer = await Writer.start(tmp_path / "head.db")
+    while writer.kept < 700:
+        await writer.until("kept")
+    code, _, err = await fleet_store("check", tmp_path)
+    assert (code, err) == (0, "")
+    await writer.kill()
+    assert (await fleet_store("check", tmp_path))[0] == 0
+    log = tmp_path / "head.db-wal"
+    data = bytearray(log.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(each ^ 0xFF for each in data[middle : middle + 64])
+    log.write_bytes(data)
+    code, found = await as_json("check", tmp_path)
+    assert (code, found["whole"], found["problems_in_all"]) == (1, False, 1)
+    at = found["log_damaged_at"]
+    assert middle - 5_000 < at <= middle + 64
+    assert found["output_tokens"] < writer.kept
+    code, out, err = await fleet_store("check", tmp_path)
+    assert (code, out) == (1, f"the log is damaged from byte {at} on; what was written behind it is lost\n")
+    assert "put a copy back" not in err
+    assert f"the rest of {tmp_path / 'head.db'} is whole; a head that starts on it begins" in err
+    code, out, err = await fleet_store("copy", tmp_path, tmp_path / "copy.db")
+    assert (code, f"from byte {at} on" in out, "copy.db is damaged" in err) == (1, True, True)
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+async def test_a_copy_made_while_a_head_writes_is_whole_and_of_one_moment(tmp_path: Path) -> None:
+    writer = await Writer.start(tmp_path / "head.db", tokens_a_batch=400)
+    while writer.kept < 200_000:
+        await writer.until("kept")
+    for number in range(3):
+        await writer.until("kept")
+        kept, copy = writer.kept, tmp_path / f"copy-{number}.db"
+        code, out, err = await fleet_store("copy", tmp_path, copy)
+        assert (code, err) == (0, "")
+        assert out.startswith(f"{copy} is a copy of {tmp_path / 'head.db'}, and whole: 1 session with ")
+        assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+        assert [name for name in names(tmp_path) if name.startswith(copy.name)] == [copy.name]
+        code, found = await as_json("check", copy)
+        assert (code, found["problems"]) == (0, [])
+        assert found["output_tokens"] == found["context_tokens"] >= kept
+    await writer.kill()
+
+
+async def test_a_store_that_was_put_back_from_a_copy_opens(tmp_path: Path) -> None:
+    await make(tmp_path / "head.db")
+    (tmp_path / "other").mkdir()
+    copy = tmp_path / "other" / "head.db"
+    code, said = await as_json("copy", tmp_path, copy)
+    assert (code, said["file"], said["copy"], said["whole"], said["sessions"]) == (
+        *(0, str(tmp_path / "head.db"), str(copy), True, SESSIONS),
+    )
+    assert names(tmp_path / "other") == ["head.db"]
+    store = SqliteStore(copy)
+    saved = await store.open()
+    assert (len(saved.sessions), saved.torn) == (SESSIONS, True)
+    await store.close()
+
+
+async def test_a_copy_overwrites_nothing_and_takes_nothing_beside_it_for_its_own(tmp_path: Path) -> None:
+    await make(tmp_path / "head.db")
+    copy = tmp_path / "copy.db"
+    for suffix in ("", "-wal", ".term"):
+        there = tmp_path / f"copy.db{suffix}"
+        there.write_text("mine")
+        refused = f"fleet: {there} is there already; name another file\n"
+        assert await fleet_store("copy", tmp_path, copy) == (1, "", refused)
+        assert there.read_text() == "mine"
+        there.unlink()
+    refused = f"fleet: {tmp_path} is a folder; name the file to make\n"
+    assert await fleet_store("copy", tmp_path, tmp_path) == (1, "", refused)
+    code, _, err = await fleet_store("copy", tmp_path, tmp_path / "none" / "copy.db")
+    assert (code, "cannot be copied to" in err, "No such file or directory" in err) == (1, True, True)
+
+
+async def test_a_copy_that_is_broken_off_leaves_nothing(tmp_path: Path) -> None:
+    await make(tmp_path / "head.db")
+    before = names(tmp_path)
+
+    def interrupt(part: float) -> None:
+        assert 0 <= part <= 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_file(tmp_path / "head.db", tmp_path / "copy.db", interrupt)
+    assert names(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------- no store
+
+
 async def test_what_is_no_store_is_told_of(tmp_path: Path) -> None:
     for command in ("check", "stats"):
         code, _, err = await fleet_store(command, tmp_path)
@@ -118,6 +259,8 @@ async def test_what_is_no_store_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "head.db").write_bytes(b"no database at all" * 100)
     code, _, err = await fleet_store("check", tmp_path)
     assert (code, "cannot be read: file is not a database" in err) == (1, True)
+    for said in (err, (await fleet_store("stats", "--help"))[1]):
+        assert "--data-dir" not in said
 
 
 async def test_a_store_of_a_newer_release_is_told_of(tmp_path: Path) -> None:

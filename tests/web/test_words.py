@@ -11,6 +11,7 @@ from fleet.v1 import admin_service_pb2 as admin
 from tests.e2e.callers import Reading, generate, open_session_on
 from tests.e2e.harness import World, prompt
 from tests.e2e.local_nodes import local_nodes
+from tests.failing_journal import FULL, FailingJournal
 from tests.web.browsing import a_browser, a_tab
 from tests.web.served import served
 
@@ -54,6 +55,34 @@ async def test_a_story_ends_with_its_end_and_a_rate_is_that_of_busy_times(
         await expect(tab.page.locator("#story .turns")).to_contain_text("attempt 1 on node-1 over")
         await expect(turns.last).to_contain_text("finished: length")
         await expect(tab.page.locator('[data-node="node-1"] .facts')).to_contain_text("tokens/s when busy")
+
+
+async def test_a_store_that_fails_is_told_while_it_does(world: World, browser: Browser) -> None:
+    nodes = await local_nodes(world, 1)
+    async with served(world, *nodes) as page, a_tab(browser, page, width=360) as tab:
+        await expect(tab.page.locator("#live")).to_have_text("live")
+        page.server.head.journal = journal = FailingJournal()
+        journal.trouble = FULL
+        told = tab.page.locator("#counts .wrong")
+        await expect(told).to_contain_text(f"Nothing can be kept on disk: {FULL}; new work is refused")
+        await expect(told).to_be_visible()
+        await expect(tab.page.locator("#said")).to_contain_text("Nothing can be kept on disk")
+        await tab.fits()
+        journal.trouble = None
+        await expect(told).to_have_count(0)
+
+
+async def test_a_session_that_generates_is_used_now(world: World, browser: Browser) -> None:
+    nodes = await local_nodes(world, 1)
+    async with served(world, *nodes) as page, a_tab(browser, page) as tab:
+        await open_session_on(page.server, nodes[0], prompt(10), "chat-1")
+        reading = Reading(generate(page.server, "chat-1", 4000, "answer-1"))
+        await reading.until_tokens(1)
+        used = tab.page.locator("#session-rows td").last
+        await expect(used).to_have_text("now")
+        page.server.head.generations.cancel("answer-1", None)
+        await reading.end()
+        await expect(used).to_contain_text("ago")
 
 
 async def test_no_placeholder_is_cut(world: World, browser: Browser) -> None:

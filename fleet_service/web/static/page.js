@@ -1,6 +1,6 @@
 // The page: signs in, follows the fleet, and tells its parts what is new.
 
-import { $, announce, count, el, num, say } from './dom.js';
+import { $, announce, count, el, say } from './dom.js';
 import { startExplain } from './explain.js';
 import { Refused, call, setToken, signedIn, watch } from './net.js';
 import { modelNames, startNodes, takeNodes } from './nodes.js';
@@ -138,9 +138,12 @@ function counts(summary) {
     unbound: summary.sessions_unbound, parked: summary.sessions_parked, 'context tokens': summary.context_tokens,
   };
   $('counts').replaceChildren(...Object.entries(all).map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, count(value)))));
-  const wrong = summary.stopping ? 'The head is shutting down.' : summary.books_balance ? '' : 'The books do not balance: reservations differ from running and queued work.';
-  if (wrong && num($('counts').dataset.told) === 0) announce(wrong);
-  $('counts').dataset.told = wrong ? 1 : 0;
+  const wrong = [
+    summary.store_trouble && `Nothing can be kept on disk: ${summary.store_trouble}; new work is refused and streams wait.`,
+    summary.stopping ? 'The head is shutting down.' : !summary.books_balance && 'The books do not balance: reservations differ from running and queued work.',
+  ].filter(Boolean).join(' ');
+  if (wrong && wrong !== $('counts').dataset.told) announce(wrong);
+  $('counts').dataset.told = wrong;
   if (wrong) $('counts').append(el('div', { class: 'wrong' }, el('dt', {}, '!'), el('dd', {}, wrong)));
 }
 

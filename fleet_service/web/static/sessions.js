@@ -47,7 +47,7 @@ function draw({ sessions, now_ms }) {
     row.state.dataset.tone = { SESSION_STATE_GENERATING: 'good', SESSION_STATE_PARKED: 'warn' }[session.state] ?? 'idle';
     say(row.node, session.node || '–');
     say(row.context, count(session.context_length));
-    say(row.used, `${duration(Math.max(0, now_ms - Date.parse(session.last_use_time)))} ago`);
+    say(row.used, session.generation_id ? 'now' : `${duration(Math.max(0, now_ms - Date.parse(session.last_use_time)))} ago`);
   });
   $('no-sessions').hidden = sessions.length > 0;
   say($('no-sessions'), 'There is no such session.');
