@@ -34,7 +34,7 @@ export GRPC_VERBOSITY ?= ERROR
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
-demo: $(GENERATED) ## See a fleet at work: nodes die, every token still arrives once
+demo: $(GENERATED) ## See a fleet at work: nodes and the head die, every token still arrives once
 	@$(BIN)/python -m examples.demo
 
 demo-llm: $(GENERATED) $(LLAMA) ## The same with a real small language model (about 130 MB to install)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fleet_service.domain.session_table import SessionState
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generations import Generations
-from fleet_service.runtime.journal import Durability, Journal, StoreJournal
+from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.views import FleetSummary, NodeInfo
 
@@ -78,16 +78,9 @@ def read_summary(
         context_tokens=sessions.context_tokens,
         books_balance=all(node.books_balance for node in nodes),
         stopping=stopping,
-        durability=_durability(journal),
+        durability=journal.durability,
         store_trouble="" if journal.trouble is None else str(journal.trouble),
     )
-
-
-def _durability(journal: Journal) -> Durability:
-    if not journal.keeps:
-        return Durability.MEMORY
-    ahead = isinstance(journal, StoreJournal) and journal.tells_ahead
-    return Durability.RELAXED if ahead else Durability.STRICT
 
 
 def _by_state(*, total: int, parked: int, generating: int, bound: int) -> dict[SessionState, int]:

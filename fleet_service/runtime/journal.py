@@ -77,6 +77,9 @@ class Journal(Protocol):
         """The ids of a context that was put away. Raises StoreError."""
 
     @property
+    def durability(self) -> Durability: ...
+
+    @property
     def keeps(self) -> bool:
         """Whether anything outlives the head."""
 
@@ -85,6 +88,7 @@ class NoJournal:
     """Keeps nothing: all is seen at once and ends with the head."""
 
     trouble = None
+    durability = Durability.MEMORY
     keeps = False
 
     def put(self, *records: Record) -> None:
@@ -119,6 +123,7 @@ class StoreJournal:
         broken: Callable[[StoreError], None],
         committed: Callable[[float], None] = lambda _took_s: None,
     ) -> None:
+        self.durability = durability
         self._store = store
         self._strict = durability is Durability.STRICT
         self._broken = broken

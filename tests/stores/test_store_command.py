@@ -160,10 +160,8 @@ async def test_a_file_may_be_named_as_well_as_its_folder(tmp_path: Path) -> None
 
 async def test_a_log_damaged_in_its_middle_is_told_of(tmp_path: Path) -> None:
     writer = await Writer.start(tmp_path / "head.db")
-    while writer.kept < 700:
+    while writer.kept < 350:  # long before a log is begun anew
         await writer.until("kept")
-    code, _, err = await fleet_store("check", tmp_path)
-    assert (code, err) == (0, "")
     await writer.kill()
     assert (await fleet_store("check", tmp_path))[0] == 0
     log = tmp_path / "head.db-wal"
