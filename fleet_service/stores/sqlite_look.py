@@ -24,6 +24,8 @@ _SAMPLE = 100
 _PAGES_A_STEP = 256
 # What a copy must not find beside it: it would be taken for a part of it.
 _NEIGHBOURS = ("", "-wal", "-shm", "-journal", ".term")
+# Behind the name of a copy that is not whole yet.
+_DRAFT = ".part"
 _ORPHANS = (
     ("context", "session_no", "sessions"),
     ("marks", "generation_no", "generations"),
@@ -229,10 +231,12 @@ def _note_log_damage(found: StoreCheck, at: int) -> None:
 
 
 def _copy(source: sqlite3.Connection, to: Path, progress: Callable[[float], None]) -> None:
-    """Whole and synced, or not at all. Raises sqlite3.Error, OSError."""
-    os.close(os.open(to, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    """Whole and synced, or not at all: what is broken off has another name. Raises sqlite3.Error, OSError."""
+    draft = StoreFiles(to).beside(_DRAFT)
+    draft.unlink(missing_ok=True)
     try:
-        with closing(sqlite3.connect(to, isolation_level=None)) as target:
+        os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with closing(sqlite3.connect(draft, isolation_level=None)) as target:
             # It is thrown away unless it is whole, and synced once at its end.
             target.execute("PRAGMA journal_mode = OFF")
             target.execute("PRAGMA synchronous = OFF")
@@ -241,15 +245,21 @@ def _copy(source: sqlite3.Connection, to: Path, progress: Callable[[float], None
                 pages=_PAGES_A_STEP,
                 progress=lambda _, remaining, total: progress(1 - remaining / max(1, total)),
             )
-        for each in (to, to.parent):
-            number = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(number)
-            finally:
-                os.close(number)
-    except BaseException:
-        to.unlink(missing_ok=True)
-        raise
+        _sync(draft)
+        if os.path.lexists(to):
+            raise FileExistsError(f"{to} was made meanwhile")
+        draft.rename(to)
+        _sync(to.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _check_structure(connection: sqlite3.Connection, found: StoreCheck) -> None:

@@ -38,6 +38,15 @@ class TimeLimitError(SimulationError):
     """Virtual time passed the bound: something waits, with timers going on around it."""
 
 
+class _NumberedTask(asyncio.Task[Any]):
+    """Tasks have the same order in every set of theirs, wherever they are in memory."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 class SimLoop(base_events.BaseEventLoop):
     """Virtual time in seconds from 0.
 
@@ -55,6 +64,7 @@ class SimLoop(base_events.BaseEventLoop):
         self._max_steps = max_steps
         self._max_time_s = max_time_s
         self.steps = 0
+        self._tasks = 0
         self.unhandled: list[str] = []
         self.head_side = contextvars.Context()
         self.node_side = contextvars.Context()
@@ -67,9 +77,19 @@ class SimLoop(base_events.BaseEventLoop):
         self._timer_cancelled_count: int
         self._stopping: bool
         self.set_exception_handler(_record_unhandled)
+        self.set_task_factory(self._make_task)
 
     def time(self) -> float:
         return self._now_s
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Task[Any]:
+        self._tasks += 1
+        _NumberedTask.number = self._tasks
+        task = _NumberedTask(work, loop=loop, context=context)
+        task.number = self._tasks
+        return task
 
     def drive(self, main: Coroutine[Any, Any, T]) -> T:
         """Run to its end, cancel what is left, close the loop. Raises SimulationError besides main's own."""
