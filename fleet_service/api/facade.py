@@ -6,8 +6,8 @@ could serve the same servicers. Everything the head refuses is a FleetError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from fleet_service.domain.access import Caller
 from fleet_service.domain.events import Event
@@ -40,6 +40,9 @@ class Call(Protocol):
 
     async def write(self, message: Any) -> None:
         """Send one message; waits while the transport is full. Raises once the caller has gone."""
+
+
+T = TypeVar("T")
 
 
 class Reader(Protocol):
@@ -78,6 +81,9 @@ class CallersHead(Protocol):
     async def create_session(
         self, session_id: str, spec: SessionSpec, token_ids: Sequence[int], key: RequestKey | None, owner: str
     ) -> SessionView: ...
+
+    async def told(self, read: Callable[[], T]) -> T:
+        """What `read` gives, or why it refuses, once that may be told of."""
 
     def get_session(self, session_id: str, owner: str) -> SessionView: ...
 

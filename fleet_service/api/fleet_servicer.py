@@ -55,7 +55,9 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
     ) -> fleet.GetSessionResponse:
         validate.check_session_request(request)
         reply = fleet.GetSessionResponse(
-            session=convert.session_message(self._head.get_session(request.session_id, context.caller.name))
+            session=convert.session_message(
+                await self._head.told(lambda: self._head.get_session(request.session_id, context.caller.name))
+            )
         )
         if request.include_token_ids:
             token_ids = await self._head.context_of(request.session_id, context.caller.name)
@@ -74,12 +76,14 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.ListSessionsRequest, context: Call
     ) -> fleet.ListSessionsResponse:
         validate.check_list_sessions(request)
-        views, next_page_token = self._head.list_sessions(
-            request.page_size or _DEFAULT_PAGE_SIZE,
-            request.page_token,
-            convert.session_state(request.state),
-            request.node,
-            context.caller.name,
+        views, next_page_token = await self._head.told(
+            lambda: self._head.list_sessions(
+                request.page_size or _DEFAULT_PAGE_SIZE,
+                request.page_token,
+                convert.session_state(request.state),
+                request.node,
+                context.caller.name,
+            )
         )
         return fleet.ListSessionsResponse(
             sessions=[convert.session_message(view) for view in views], next_page_token=next_page_token
@@ -157,7 +161,9 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.AttachGenerationRequest, context: Call
     ) -> None:
         validate.check_generation_request(request)
-        generation = self._head.find_generation(request.generation_id, context.caller.name)
+        generation = await self._head.told(
+            lambda: self._head.find_generation(request.generation_id, context.caller.name)
+        )
         await _relay(generation, request.from_index, context, fleet.AttachGenerationResponse, request.branch)
 
     async def CancelGeneration(  # type: ignore[override]

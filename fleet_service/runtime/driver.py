@@ -34,6 +34,9 @@ OLD_NODE_S = 3.0
 """How long a generation of an earlier run of the head waits for the node that had it."""
 
 
+_NOT_KNOWN_YET = {Reason.MODEL_NOT_FOUND, Reason.MODEL_UNPLACEABLE, Reason.CONTEXT_TOO_LONG}
+"""Refusals that say nothing while a head that has just started may not have met all nodes."""
+
 _NO_FAILURES = {FailureClass.DRAINED, FailureClass.REBALANCED, FailureClass.REMOVED}
 """Moves that the head itself decided on."""
 
@@ -53,6 +56,9 @@ class Driver:
         was_bound: SessionBound | None = None,
     ) -> None:
         self._generation = generation
+        # Until then there may be nodes that an earlier run of the head knew, and this one does not yet.
+        patience_s = 0.0 if reservation is not None else context.settings.placement_wait_s
+        self._nodes_known_s = context.loop.time() + patience_s
         self._place = reservation
         self._was_bound = was_bound
         self._fleet = fleet
@@ -261,6 +267,9 @@ class Driver:
                 return
             except FleetError as error:
                 refusal = error
+            if refusal.reason in _NOT_KNOWN_YET and loop.time() < self._nodes_known_s:
+                await self._something_changed(changed, self._nodes_known_s)
+                continue
             barred = self._budget.only_option_failed()
             if barred is not None:
                 generation.decide(FinishReason.ERROR, error=barred)

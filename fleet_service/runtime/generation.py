@@ -59,6 +59,7 @@ class Generation:
         self.log = TokenLog(Accepted(generation_id, session.session_id), journal, branch)
         self.context_tokens = len(session.context)
         loop = asyncio.get_running_loop()
+        taken_up = wall_s is not None
         self.begun_s = loop.time()
         """When this run of the head took it in hand."""
         self.accepted_s = self.begun_s - age_s
@@ -82,7 +83,8 @@ class Generation:
         self._longest_gap_s = 0.0
         self._wall_timer = loop.call_at(self.deadline_s, self._out_of_time)
         self._nobody_timer: asyncio.TimerHandle | None = None
-        self._nobody_reads(first=True)
+        if not taken_up:  # else its readers come back once the head serves
+            self._nobody_reads(first=True)
 
     @property
     def left(self) -> bool:

@@ -28,6 +28,7 @@ from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.settings import HeadSettings
+from fleet_service.runtime.tokenlog import comes_back
 from fleet_service.runtime.views import CancelOutcome, CancelResult
 
 
@@ -273,16 +274,25 @@ class Generations:
     def cancel(self, generation_id: str, owner: str | None = None) -> CancelResult:
         """End a generation; one not asked for yet is cancelled when it comes within `cancel_held_s`.
 
-        Raises GENERATION_NOT_FOUND for an id of the head's own making that it does not know.
+        Raises GENERATION_NOT_FOUND for an id of the head's own making that it does not know, HEAD_DRAINING
+        for one that is the next run's.
         """
         if generation_id not in self._by_id and not self._ids.is_own(generation_id):
             return self._hold_cancel((owner or "", generation_id))
         generation = self.find(generation_id, owner)
+        if generation.left:
+            raise comes_back(generation.log.received)
         generation.cancel()
         finished = generation.finished
         cancelled = finished is not None and finished.reason is FinishReason.CANCELLED
         outcome = CancelOutcome.CANCELLED if cancelled else CancelOutcome.ALREADY_FINISHED
         return CancelResult(outcome, finished)
+
+    def check_not_left(self, session: Session) -> None:
+        """Raises HEAD_DRAINING when what the session runs is the next run's."""
+        generation = self._running.get(session.generation_id)
+        if generation is not None and generation.left:
+            raise comes_back(generation.log.received)
 
     def cancel_session(self, session: Session) -> None:
         """End what the session runs."""

@@ -223,12 +223,25 @@ class Head:
 
         return await self._kept(key, make)
 
+    async def told(self, read: Callable[[], T]) -> T:
+        """What `read` gives, or why it refuses, once that may be told of: nobody sees what may yet be lost.
+
+        Raises STORE_UNAVAILABLE as well, while nothing can be kept.
+        """
+        self._check_store()
+        try:
+            answer = read()
+        except FleetError:
+            await self._settled(None)
+            raise
+        return await self._settled(answer)
+
     def get_session(self, session_id: str, owner: str | None = None) -> SessionView:
         return self.sessions.get(session_id, owner).view()
 
     async def context_of(self, session_id: str, owner: str | None = None) -> Sequence[int]:
         session = await self.sessions.here(self.sessions.get(session_id, owner))
-        return session.context.token_ids()
+        return await self._settled(session.context.token_ids())
 
     def list_sessions(
         self,
@@ -256,19 +269,23 @@ class Head:
         return await self._kept(key, make)
 
     async def park_session(self, session_id: str, owner: str | None = None) -> SessionView:
-        return await self._settled(await self.sessions.park(session_id, owner))
+        return await self._done(self.sessions.park(session_id, owner))
 
     async def resume_session(self, session_id: str, owner: str | None = None) -> SessionView:
         self._open_for_work()
-        return await self._settled(await self.sessions.resume(session_id, owner))
+        return await self._done(self.sessions.resume(session_id, owner))
 
     async def finish_session(self, session_id: str, owner: str | None = None) -> SessionView:
         """End a session; what it runs ends as CANCELLED."""
+        return await self._done(self._finish(session_id, owner))
+
+    async def _finish(self, session_id: str, owner: str | None) -> SessionView:
         session = self.sessions.get(session_id, owner)
+        self.generations.check_not_left(session)
         view = self.sessions.remove(session)
         self.generations.cancel_session(session)
         await session.settle()
-        return await self._settled(view)
+        return view
 
     # Generations
 
@@ -318,7 +335,10 @@ class Head:
         return self.generations.find(generation_id, owner)
 
     async def cancel_generation(self, generation_id: str, owner: str | None = None) -> CancelResult:
-        return await self._settled(self.generations.cancel(generation_id, owner))
+        async def cancel() -> CancelResult:
+            return self.generations.cancel(generation_id, owner)
+
+        return await self._done(cancel())
 
     async def _once(self, key: RequestKey | None, make: Callable[[], Coroutine[Any, Any, str]]) -> Generation:
         return self.generations.find(await self._kept(key, make))
@@ -327,7 +347,7 @@ class Head:
         """What `make` gives, once, and once it may be told of."""
 
         async def make_and_keep() -> A:
-            answer = await make()
+            answer = await self._or_refused(make())
             if key is not None:
                 until = self._wall_clock() + self._settings.request_id_kept_s
                 kept = RequestAnswered(key.owner, key.request_id, key.fingerprint, answer, until)
@@ -335,6 +355,19 @@ class Head:
             return await self._settled(answer)
 
         return await self._ledger.once(key, make_and_keep)
+
+    async def _done(self, work: Coroutine[Any, Any, T]) -> T:
+        """What an operation gives, or why it refuses, once that may be told of."""
+        return await self._settled(await self._or_refused(work))
+
+    async def _or_refused(self, work: Coroutine[Any, Any, T]) -> T:
+        """The refusal tells of what there is, too."""
+        try:
+            return await work
+        except FleetError:
+            if self.journal.trouble is None:
+                await self._settled(None)
+            raise
 
     async def _settled(self, answer: T) -> T:
         try:

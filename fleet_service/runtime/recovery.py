@@ -70,7 +70,10 @@ class Recovery:
         for generation in saved.generations.values():
             if generation.ended is None:
                 session = self._session_of(generation)
-                self._unfinished.append(self._generations.restore(generation, session))
+                restored = self._generations.restore(generation, session)
+                if session.finished:  # the head died, or was stopped, while it was
+                    restored.cancel()
+                self._unfinished.append(restored)
         self._finish_answered(saved)
         for held in sorted(saved.cancels.values(), key=lambda each: each.until):
             self._generations.restore_cancel(held)

@@ -1,8 +1,8 @@
 """A head that answers as told, and what the edge's tests make of it."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -114,6 +114,9 @@ VERDICT = Verdict(
 )
 
 
+T = TypeVar("T")
+
+
 class FakeReader:
     """Gives the batches it has, then waits for ever; remembers that it was closed."""
 
@@ -201,6 +204,9 @@ class FakeHead:
     ) -> SessionView:
         self._take("create_session", session_id, spec, token_ids, key, owner=owner)
         return SESSION
+
+    async def told(self, read: Callable[[], T]) -> T:
+        return read()
 
     def get_session(self, session_id: str, owner: str) -> SessionView:
         self._take("get_session", session_id, owner=owner)

@@ -351,6 +351,8 @@ class Oracle(Lives):
 
     def _explained(self, record: Record, node: str, failure: str) -> bool:
         now_s = self._clock()
+        if failure == "unknown_session" and self.ran_for(now_s) < AFTERMATH_S:
+            return True  # while the head stood still its lease ran out, and the room was needed
         if failure in EXPLAINED_BY_STRIKE:
             return record.strikes[EXPLAINED_BY_STRIKE[failure]] > 0
         if failure in EXPLAINED_BY_TROUBLE:
