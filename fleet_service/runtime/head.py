@@ -127,10 +127,14 @@ class Head:
             self._watch,
         )
         self._wall_clock = wall_clock
-        self._ledger = RequestLedger(loop.time, settings.request_id_kept_s, settings.max_request_ids)
-        self._recovery = Recovery(
-            saved, self.sessions, self.generations, self._ledger, wall_clock, self.drains.start
+        self._ledger = RequestLedger(
+            loop.time,
+            settings.request_id_kept_s,
+            settings.max_request_ids,
+            self._answered_before,
+            earlier=saved.term > 0,
         )
+        self._recovery = Recovery(saved, self.sessions, self.generations, self.drains.start)
         self._listed = saved.listed
         self.discovery.restore_removed([address for address, there in saved.listed.items() if not there])
         self._recovery.restore()
@@ -355,6 +359,15 @@ class Head:
             return await self._settled(answer)
 
         return await self._ledger.once(key, make_and_keep)
+
+    async def _answered_before(self, key: RequestKey) -> tuple[bytes, SessionView | str] | None:
+        try:
+            found = await self.journal.answered(key.owner, key.request_id)
+        except StoreError as error:
+            log.error("request_not_read", request_id=key.request_id, error=str(error))  # noqa: TRY400 - it says all
+            raise unavailable() from error
+        alive = found is not None and found.until > self._wall_clock()
+        return (found.fingerprint, found.answer) if found is not None and alive else None
 
     async def _done(self, work: Coroutine[Any, Any, T]) -> T:
         """What an operation gives, or why it refuses, once that may be told of."""

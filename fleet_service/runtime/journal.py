@@ -17,7 +17,7 @@ from typing import Protocol
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
-from fleet_service.runtime.records import Record, TokensDelivered
+from fleet_service.runtime.records import Record, RequestAnswered, TokensDelivered
 from fleet_service.runtime.store import SessionStore, StoreError, StoreTrouble
 
 log = structlog.get_logger(__name__)
@@ -76,6 +76,9 @@ class Journal(Protocol):
     async def context(self, session_id: str) -> array[int]:
         """The ids of a context that was put away. Raises StoreError."""
 
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        """The answer that a request got earlier, in this run or another. Raises StoreError."""
+
     @property
     def durability(self) -> Durability: ...
 
@@ -105,6 +108,9 @@ class NoJournal:
 
     async def context(self, session_id: str) -> array[int]:
         raise KeyError(session_id)
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return None
 
 
 class StoreJournal:
@@ -173,6 +179,9 @@ class StoreJournal:
         if (self._records or self._writing) and self._trouble is None:
             await self._written()
         return await self._store.context(session_id)
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return await self._store.answered(owner, request_id)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do this once all that was put so far may be seen."""

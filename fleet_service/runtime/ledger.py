@@ -14,6 +14,10 @@ from fleet_service.runtime.views import RequestKey
 T = TypeVar("T")
 
 
+async def _nowhere(_key: RequestKey) -> None:
+    return None
+
+
 @dataclass(slots=True)
 class _Entry:
     fingerprint: bytes
@@ -24,11 +28,24 @@ class _Entry:
 class RequestLedger:
     """Remembers answers by request id for `kept_s`, at most `limit` of them, the oldest going first.
 
-    Only answers are kept: a request that was refused may be tried again under its id.
+    Only answers are kept: a request that was refused may be tried again under its id. `elsewhere` is asked
+    for what is not here: it knows those that had to go, and those of `earlier` runs.
     """
 
-    def __init__(self, clock: Callable[[], float], kept_s: float, limit: int) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        kept_s: float,
+        limit: int,
+        elsewhere: Callable[[RequestKey], Coroutine[Any, Any, tuple[bytes, Any] | None]] = _nowhere,
+        *,
+        earlier: bool = False,
+    ) -> None:
+        """`elsewhere` gives the fingerprint and the answer, None where there is none."""
         self._clock = clock
+        self._elsewhere = elsewhere
+        # Until then one that is not here may come again.
+        self._ask_until_s = clock() + (kept_s if earlier else 0.0)
         self._kept_s = kept_s
         self._limit = limit
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
@@ -47,26 +64,26 @@ class RequestLedger:
         name = (key.owner, key.request_id)
         entry = self._entries.get(name)
         if entry is None:
+            work = self._again_or_new(key, make) if self._clock() < self._ask_until_s else make()
             entry = _Entry(
-                key.fingerprint, asyncio.get_running_loop().create_task(make()), self._clock() + self._kept_s
+                key.fingerprint, asyncio.get_running_loop().create_task(work), self._clock() + self._kept_s
             )
             self._entries[name] = entry
             entry.answer.add_done_callback(lambda task: self._answered(name, task))
             while len(self._entries) > self._limit:
-                self._entries.popitem(last=False)
-        elif entry.fingerprint != key.fingerprint:
-            raise FleetError(
-                Reason.REQUEST_ID_REUSED,
-                f"request_id {key.request_id} was used for another request; use a new one for a new request",
-                metadata={"requestId": key.request_id},
-            )
+                _, gone = self._entries.popitem(last=False)
+                self._ask_until_s = max(self._ask_until_s, gone.expires_s)
+        else:
+            _check_same(entry.fingerprint, key)
         return cast("T", await asyncio.shield(cast("Awaitable[T]", entry.answer)))
 
-    def restore(self, key: RequestKey, answer: object, left_s: float) -> None:
-        """An answer that an earlier run of the head gave; the oldest first."""
-        given: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        given.set_result(answer)
-        self._entries[key.owner, key.request_id] = _Entry(key.fingerprint, given, self._clock() + left_s)
+    async def _again_or_new(self, key: RequestKey, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        found = await self._elsewhere(key)
+        if found is None:
+            return await make()
+        fingerprint, answer = found
+        _check_same(fingerprint, key)
+        return cast("T", answer)
 
     def expire(self) -> None:
         """Forget what is old enough; O(what is forgotten)."""
@@ -82,3 +99,12 @@ class RequestLedger:
             entry = self._entries.get(name)
             if entry is not None and entry.answer is task:
                 del self._entries[name]
+
+
+def _check_same(fingerprint: bytes, key: RequestKey) -> None:
+    if fingerprint != key.fingerprint:
+        raise FleetError(
+            Reason.REQUEST_ID_REUSED,
+            f"request_id {key.request_id} was used for another request; use a new one for a new request",
+            metadata={"requestId": key.request_id},
+        )

@@ -229,7 +229,9 @@ class SavedGeneration:
 
 @dataclass(slots=True)
 class Saved:
-    """All there was. `term` is the one that the newest run began in; 0 = a new store.
+    """All there was, but for contexts and answers to requests, which the store is asked for.
+
+    `term` is the one that the newest run began in; 0 = a new store.
 
     `branch` is the term of the last run before which the end of the log may have been lost; `torn` says that
     it may be now, and `why_torn` why.
@@ -243,7 +245,6 @@ class Saved:
     why_torn: str = ""
     sessions: dict[str, SavedSession] = field(default_factory=dict)
     generations: dict[str, SavedGeneration] = field(default_factory=dict)
-    requests: dict[tuple[str, str], RequestAnswered] = field(default_factory=dict)
     cancels: dict[tuple[str, str], CancelHeld] = field(default_factory=dict)
     revokes: dict[tuple[str, str, str, int], RevokeOwed] = field(default_factory=dict)
     listed: dict[str, bool] = field(default_factory=dict)

@@ -18,13 +18,11 @@ from fleet_service.domain.node_types import Feature
 from fleet_service.domain.specs import Sampling, SessionSpec
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
-from fleet_service.runtime.ledger import RequestLedger
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.records import NodeMarked, RevokeOwed, Saved, SavedGeneration
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.sessions import Sessions
 from fleet_service.runtime.store import StoreError
-from fleet_service.runtime.views import RequestKey
 
 log = structlog.get_logger(__name__)
 
@@ -43,15 +41,11 @@ class Recovery:
         saved: Saved,
         sessions: Sessions,
         generations: Generations,
-        ledger: RequestLedger,
-        wall_clock: Callable[[], float],
         drain: Callable[[Node, str, str, float], object],
     ) -> None:
         self._saved = saved
         self._sessions = sessions
         self._generations = generations
-        self._ledger = ledger
-        self._wall_clock = wall_clock
         self._drain = drain
         self._unfinished: list[Generation] = []
         self.marks = saved.marks
@@ -77,17 +71,12 @@ class Recovery:
         self._finish_answered(saved)
         for held in sorted(saved.cancels.values(), key=lambda each: each.until):
             self._generations.restore_cancel(held)
-        now = self._wall_clock()
-        for answered in sorted(saved.requests.values(), key=lambda each: each.until):
-            if answered.until > now:
-                key = RequestKey(answered.request_id, answered.fingerprint, answered.owner)
-                self._ledger.restore(key, answered.answer, answered.until - now)
         if saved.term:
             log.info("restored", sessions=len(saved.sessions), generations=len(self._unfinished))
         if saved.torn:
             log.warning("new_branch", why=saved.why_torn, generations=len(self._unfinished))
         # It may be much, and whoever opened the store has it still.
-        for done in (saved.sessions, saved.generations, saved.requests, saved.cancels):
+        for done in (saved.sessions, saved.generations, saved.cancels):
             done.clear()
 
     async def go_on(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from fleet_service.runtime.records import Record, Saved
+from fleet_service.runtime.records import Record, RequestAnswered, Saved
 
 
 class StoreTrouble(Enum):
@@ -59,6 +59,12 @@ class SessionStore(Protocol):
 
     async def context(self, session_id: str) -> array[int]:
         """The token ids of a session's context. Raises StoreError, KeyError for an unknown one."""
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        """The answer that a request got; there may be far too many for a head to have them all in memory.
+
+        Raises StoreError.
+        """
 
     async def close(self) -> None:
         """Let go of it; what was written stays."""

@@ -32,6 +32,9 @@ from fleet_service.runtime.records import (
     TokensDelivered,
 )
 
+Answers = dict[tuple[str, str], RequestAnswered]
+"""By owner and request_id."""
+
 
 class MemoryStore:
     """A SessionStore. Opened again, it has what it had: a head can be restarted on it within one process."""
@@ -39,6 +42,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._saved = Saved()
         self._contexts: dict[str, array[int]] = {}
+        self._answers: Answers = {}
 
     async def open(self) -> Saved:
         return deepcopy(self._saved)
@@ -47,16 +51,19 @@ class MemoryStore:
         self._saved.term, self._saved.branch, self._saved.torn = term, branch, tells_ahead
 
     async def write(self, batch: Sequence[Record]) -> None:
-        replay(batch, self._saved, self._contexts)
+        replay(batch, self._saved, self._contexts, self._answers)
 
     async def context(self, session_id: str) -> array[int]:
         return self._contexts[session_id][:]
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return self._answers.get((owner, request_id))
 
     async def close(self) -> None:
         self._saved.torn = False
 
 
-def replay(batch: Iterable[Record], saved: Saved, contexts: dict[str, array[int]]) -> None:
+def replay(batch: Iterable[Record], saved: Saved, contexts: dict[str, array[int]], answers: Answers) -> None:
     """Carry records out on what is saved."""
     for record in batch:
         match record:
@@ -71,6 +78,8 @@ def replay(batch: Iterable[Record], saved: Saved, contexts: dict[str, array[int]
                 | GenerationGone()
             ):
                 _generation(record, saved)
+            case RequestAnswered():
+                answers[record.owner, record.request_id] = record
             case _:
                 _other(record, saved)
 
@@ -130,14 +139,10 @@ def _generation(
             generations.pop(record.generation_id, None)
 
 
-def _other(
-    record: RequestAnswered | CancelHeld | RevokeOwed | NodeListed | NodeMarked | TermRaised, saved: Saved
-) -> None:
+def _other(record: CancelHeld | RevokeOwed | NodeListed | NodeMarked | TermRaised, saved: Saved) -> None:
     match record:
         case TermRaised():
             saved.raised_term = max(saved.raised_term, record.term)
-        case RequestAnswered():
-            saved.requests[record.owner, record.request_id] = record
         case CancelHeld():
             saved.cancels.pop((record.owner, record.generation_id), None)
             if record.until:

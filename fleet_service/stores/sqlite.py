@@ -17,11 +17,17 @@ from typing import Any, TypeVar
 
 import structlog
 
-from fleet_service.runtime.records import Record, Saved
+from fleet_service.runtime.records import Record, RequestAnswered, Saved
 from fleet_service.runtime.store import StoreError, StoreTrouble
 from fleet_service.stores.sqlite_files import FileDamagedError, FileGoneError, StoreFiles
 from fleet_service.stores.sqlite_log import look_at_log
-from fleet_service.stores.sqlite_read import check_tables, read_context, read_meta, read_saved
+from fleet_service.stores.sqlite_read import (
+    check_tables,
+    read_answered,
+    read_context,
+    read_meta,
+    read_saved,
+)
 from fleet_service.stores.sqlite_schema import NewerFileError, bring_up_to_date, version_of
 from fleet_service.stores.sqlite_tidy import Housekeeper
 from fleet_service.stores.sqlite_write import RowWriter
@@ -77,6 +83,9 @@ class SqliteStore:
 
     async def context(self, session_id: str) -> array[int]:
         return await self._in_thread(lambda: self._opened().context(session_id))
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return await self._in_thread(lambda: self._opened().answered(owner, request_id))
 
     async def tidy(self, steps: int = 1_000_000) -> int:
         """Do what housekeeping there is, at most so many steps of it; how many it were."""
@@ -212,6 +221,9 @@ class _Database:
 
     def context(self, session_id: str) -> array[int]:
         return read_context(self._connection, session_id)
+
+    def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return read_answered(self._connection, owner, request_id)
 
     @property
     def untidy(self) -> bool:

@@ -98,6 +98,8 @@ class StoreFiles:
             return  # cannot be told
         if (stat.st_dev, stat.st_ino) != self._identity:
             raise FileGoneError("another file was put in its place while the head was running")
+        if self._lock is not None and not os.fstat(self._lock).st_nlink:
+            raise FileGoneError("its lock was taken away while the head was running")
 
     @property
     def no_room(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from fleet_service.stores import codec
 from fleet_service.stores.sqlite_files import FileDamagedError, StoreFiles
 from fleet_service.stores.sqlite_log import damage_of_log
-from fleet_service.stores.sqlite_read import read_context, read_meta, read_saved
+from fleet_service.stores.sqlite_read import read_answered, read_context, read_meta, read_saved
 from fleet_service.stores.sqlite_schema import NewerFileError, version_of
 
 # Told of one by one; the rest is a number.
@@ -202,7 +202,19 @@ def _check(file: Path) -> StoreCheck:
                 found.add(f"session {session_id} is not found by its id")
             except (sqlite3.Error, FileDamagedError) as error:
                 found.add(str(error))
+        _check_answers(connection, found)
     return found
+
+
+def _check_answers(connection: sqlite3.Connection, found: StoreCheck) -> None:
+    try:
+        for key in connection.execute("SELECT owner, request_id FROM requests"):
+            try:
+                read_answered(connection, *key)
+            except FileDamagedError as error:
+                found.add(str(error))
+    except sqlite3.Error as error:
+        found.add(str(error))
 
 
 def in_use(file: Path) -> bool:

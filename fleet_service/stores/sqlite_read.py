@@ -27,11 +27,8 @@ from fleet_service.stores import codec
 from fleet_service.stores.sqlite_files import FileDamagedError
 from fleet_service.stores.sqlite_write import Numbers
 
-# All that a head reads when it starts. Contexts are looked at when they are used.
-_READ_AT_START = (
-    *("meta", "sessions", "generations", "marks", "cuts", "batches", "outputs"),
-    *("requests", "cancels"),
-)
+# All that a head reads when it starts. Contexts and answers to requests are looked at when they are used.
+_READ_AT_START = (*("meta", "sessions", "generations", "marks", "cuts", "batches", "outputs", "cancels"),)
 
 
 def check_tables(connection: sqlite3.Connection) -> None:
@@ -47,7 +44,7 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def read_saved(connection: sqlite3.Connection) -> tuple[Saved, Numbers]:
-    """All there is, but for the contexts. Raises FileDamagedError, sqlite3.Error."""
+    """All that a head reads when it starts. Raises FileDamagedError, sqlite3.Error."""
     meta = read_meta(connection)
     saved, numbers = Saved(meta.get("term", 0), meta.get("raised_term", 0), meta.get("branch", 0)), Numbers()
     with _reading("sessions"):
@@ -77,6 +74,19 @@ def read_context(connection: sqlite3.Connection, session_id: str) -> array[int]:
     if len(ids) != length or crc32_of(ids) != crc32:
         raise FileDamagedError(f"the context of session {session_id} is not what was written")
     return ids
+
+
+def read_answered(connection: sqlite3.Connection, owner: str, request_id: str) -> RequestAnswered | None:
+    """The answer that a request got. Raises FileDamagedError, sqlite3.Error."""
+    row = connection.execute(
+        "SELECT fingerprint, answer, engine_options, until FROM requests WHERE owner = ? AND request_id = ?",
+        (owner, request_id),
+    ).fetchone()
+    if row is None:
+        return None
+    fingerprint, answer, options, until = row
+    with _reading(f"request {request_id}"):
+        return RequestAnswered(owner, request_id, fingerprint, codec.answer_from(answer, options), until)
 
 
 @contextmanager
@@ -172,11 +182,6 @@ def _extend(generation: SavedGeneration, first_index: int, ids: array[int]) -> N
 
 
 def _read_others(connection: sqlite3.Connection, saved: Saved) -> None:
-    requests = "SELECT owner, request_id, fingerprint, answer, engine_options, until FROM requests"
-    for owner, request_id, fingerprint, answer, options, until in connection.execute(requests):
-        saved.requests[owner, request_id] = RequestAnswered(
-            owner, request_id, fingerprint, codec.answer_from(answer, options), until
-        )
     for row in connection.execute("SELECT owner, generation_id, until FROM cancels"):
         saved.cancels[row[0], row[1]] = CancelHeld(*row)
     for row in connection.execute("SELECT node, incarnation, session_id, epoch FROM revokes"):

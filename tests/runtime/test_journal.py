@@ -14,6 +14,7 @@ from fleet_service.runtime.records import (
     GenerationEnded,
     GenerationGone,
     Record,
+    RequestAnswered,
     Saved,
     SessionGone,
     TokensDelivered,
@@ -61,6 +62,9 @@ class SteeredStore:
 
     async def context(self, session_id: str) -> array[int]:
         return array("I", [1, 2, 3])
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return None
 
     async def close(self) -> None:
         return

@@ -90,3 +90,45 @@ async def test_answers_are_kept_for_their_time_and_within_their_number() -> None
     clock.now_s = 11.0
     ledger.expire()
     assert len(ledger) == 0
+
+
+class _Elsewhere:
+    """Answers of before, by request id; counts how often it is asked."""
+
+    def __init__(self, **answers: tuple[bytes, int]) -> None:
+        self.answers = answers
+        self.asked = 0
+
+    async def __call__(self, key: RequestKey) -> tuple[bytes, int] | None:
+        self.asked += 1
+        await asyncio.sleep(0)
+        return self.answers.get(key.request_id)
+
+
+async def test_a_request_of_an_earlier_run_gets_its_answer_and_another_body_is_refused() -> None:
+    elsewhere, work = _Elsewhere(old=(b"body", 7)), _Work()
+    work.go.set()
+    ledger = RequestLedger(_Clock(), 10.0, 100, elsewhere, earlier=True)
+    both = (ledger.once(RequestKey("old", b"body"), work) for _ in range(2))
+    assert await asyncio.gather(*both) == [7, 7]
+    assert await ledger.once(RequestKey("new", b"body"), work) == 1
+    other = RequestLedger(_Clock(), 10.0, 100, elsewhere, earlier=True)
+    with pytest.raises(FleetError) as refusal:
+        await other.once(RequestKey("old", b"other"), work)
+    assert refusal.value.reason is Reason.REQUEST_ID_REUSED
+    assert await other.once(RequestKey("old", b"body"), work) == 7
+
+
+async def test_one_that_had_to_go_is_asked_for_as_long_as_it_counts() -> None:
+    clock, elsewhere, work = _Clock(), _Elsewhere(), _Work()
+    work.go.set()
+    ledger = RequestLedger(clock, 10.0, 1, elsewhere)
+    assert await ledger.once(RequestKey("a", b""), work) == 1
+    assert await ledger.once(RequestKey("b", b""), work) == 2
+    assert elsewhere.asked == 0
+    elsewhere.answers["a"] = (b"", 1)
+    assert await ledger.once(RequestKey("a", b""), work) == 1
+    assert elsewhere.asked == 1
+    clock.now_s = 30.0
+    assert await ledger.once(RequestKey("c", b""), work) == 3
+    assert elsewhere.asked == 1

@@ -58,7 +58,7 @@ class Losses(Requests):
 
     def _judge_answers(self, store: SimStore, kept_s: float) -> None:
         for answered in list(self._answered):
-            if (answered.key.owner, answered.key.request_id) not in store.saved.requests:
+            if (answered.key.owner, answered.key.request_id) not in store.answers:
                 self._answered.remove(answered)
                 if answered.told_s < kept_s:
                     self._oracle.violation(f"{self.label}: the answer to {answered.key.request_id} is lost")

@@ -17,7 +17,6 @@ from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.journal import StoreJournal, WrittenLog
-from fleet_service.runtime.ledger import RequestLedger
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.operators import Operators
 from fleet_service.runtime.records import ContextExtended, GenerationEnded, Record, Saved, SessionBound
@@ -170,10 +169,10 @@ def a_finish_is_written_before_the_context_it_extends() -> Iterator[None]:
 def the_next_head_forgets_request_ids() -> Iterator[None]:
     """Rule 1: the same request, asked of the next head, is carried out again."""
 
-    def wrong(_: RequestLedger, __: Any, ___: object, ____: float) -> None:
-        return
+    async def wrong(_: StoreJournal, __: str, ___: str) -> None:
+        return None
 
-    with replaced(RequestLedger, "restore", wrong):
+    with replaced(StoreJournal, "answered", wrong):
         yield
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
-from fleet_service.runtime.records import Record, Saved, SavedGeneration
+from fleet_service.runtime.records import Record, RequestAnswered, Saved, SavedGeneration
 from fleet_service.runtime.store import StoreError, StoreTrouble
-from fleet_service.stores.memory import replay
+from fleet_service.stores.memory import Answers, replay
 from tests.sim.loop import SimLoop
 
 T = TypeVar("T")
@@ -41,6 +41,7 @@ class Op(Enum):
     TERM = "takes its term"
     WRITE = "writes"
     CONTEXT = "reads a context"
+    ANSWER = "looks for an answer"
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class SimStore:
         self.rng = rng
         self.saved = Saved()
         self.contexts: dict[str, array[int]] = {}
+        self.answers: Answers = {}
         self.kills: list[Kill] = []
         self.writes = 0
         self.ran_for: Callable[[float], float] = lambda now_s: now_s
@@ -224,7 +226,7 @@ class Access:
             self._last_began_s = store.loop.time()
 
         def write() -> None:
-            replay(batch, store.saved, store.contexts)
+            replay(batch, store.saved, store.contexts, store.answers)
             store.writes += 1
             self._batch_is_kept = True
 
@@ -233,6 +235,9 @@ class Access:
 
     async def context(self, session_id: str) -> array[int]:
         return await self._do(Op.CONTEXT, lambda: self._store.contexts[session_id][:])
+
+    async def answered(self, owner: str, request_id: str) -> RequestAnswered | None:
+        return await self._do(Op.ANSWER, lambda: self._store.answers.get((owner, request_id)))
 
     async def close(self) -> None:
         if not self._dead and self._gathers_s >= 0 and not self._store.failing:
@@ -292,7 +297,6 @@ def _copy(saved: Saved) -> Saved:
             name: replace(each, token_ids=each.token_ids[:], marks=list(each.marks), cuts=list(each.cuts))
             for name, each in saved.generations.items()
         },
-        requests=dict(saved.requests),
         cancels=dict(saved.cancels),
         revokes=dict(saved.revokes),
         listed=dict(saved.listed),

@@ -134,7 +134,7 @@ def _of(kind: str, rng: random.Random, strikes: Strikes, down_s: float) -> tuple
             text = f"the head is killed, and the next one, in {down_s:.2f} s, after {after_s:.3f} s"
             return text, lambda: strikes.crash_again(down_s, after_s, again_s)
         case "recovery":
-            op, where = rng.choice([Op.OPEN, Op.TERM, Op.CONTEXT]), rng.choice([rng.random(), 1.0])
+            op, where = rng.choice([Op.OPEN, Op.TERM, Op.CONTEXT, Op.ANSWER]), rng.choice([rng.random(), 1.0])
             text = f"a head is to be killed as it {op.value}, at {where:.2f} of it"
             return text, lambda: strikes.crash_in(op, 1, where, down_s)
         case _:

@@ -118,7 +118,9 @@ async def test_everything_written_is_there_again(reopened: Callable[[], Any]) ->
     assert (list(running.token_ids), running.ended, running.attempts) == ([10, 11, 12], None, 2)
     assert running.marks == [(0, Started("a", 7)), (2, MOVED)]
     assert (list(ended.token_ids), ended.ended) == ([20, 21, 22, 23], GenerationEnded("g2", FAILED, 99.5))
-    assert saved.requests == {("owner", "r1"): RequestAnswered("owner", "r1", b"\x01\x02", "s1", 5.5)}
+    again = RequestAnswered("owner", "r1", b"\x01\x02", "s1", 5.5)
+    assert await store.answered("owner", "r1") == again
+    assert await store.answered("other", "r1") is None
     assert list(saved.cancels) == [("owner", "g9")]
     assert list(saved.revokes) == [("node-a", "run-1", "s1", 2**62)]
     assert saved.listed == {"10.0.0.1:8454": True, "10.0.0.2:8454": False}

@@ -331,7 +331,7 @@ async def test_a_second_head_is_refused_and_the_first_goes_on(tmp_path: Path) ->
     await check(file, writer.kept)
 
 
-@pytest.mark.parametrize("what", ["folder", "file", "replaced"])
+@pytest.mark.parametrize("what", ["folder", "file", "lock", "replaced"])
 async def test_a_file_taken_away_while_it_is_used_is_told_of_at_once(tmp_path: Path, what: str) -> None:
     file = tmp_path / "data" / "fleet.db"
     store = SqliteStore(file)
@@ -339,6 +339,8 @@ async def test_a_file_taken_away_while_it_is_used_is_told_of_at_once(tmp_path: P
     await store.write([session("s1", 1)])
     if what == "folder":
         shutil.rmtree(file.parent)
+    elif what == "lock":
+        file.with_name(f"{file.name}.lock").unlink()
     elif what == "file":
         file.unlink()
     else:
