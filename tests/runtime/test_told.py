@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ class Told:
         self.head = head
         self.store = store
 
-    async def seen_once_kept(self, *asked: asyncio.Future[object]) -> None:
+    async def seen_once_kept(self, *asked: asyncio.Future[Any]) -> None:
         """None of these is answered while the store is held, all are afterwards."""
         await self.store.until_asked(1)
         for _ in range(10):
@@ -70,7 +71,7 @@ async def says_nothing(_command: Run, _sink: RunSink) -> None:
     await asyncio.Event().wait()
 
 
-def refused(answer: asyncio.Future[object]) -> Reason:
+def refused(answer: asyncio.Future[Any]) -> Reason:
     error = answer.exception()
     assert isinstance(error, FleetError)
     return error.reason
@@ -175,7 +176,7 @@ def test_an_answer_waits_for_the_node_that_it_needs_and_that_is_not_known_again_
         narrow = FakeNode(hello("narrow", models=(ModelInfo("m", max_context_tokens=3),)), speak=says_nothing)
         wide = FakeNode(hello("wide", models=(ModelInfo("m", max_context_tokens=900),)), answers_after_s=8.0)
         wide.speak = says_nothing
-        other = FakeNode(hello("other"))
+        other = FakeNode(hello("other", models=(ModelInfo("another"),)))
         nodes = {"127.0.0.1:1": narrow, "127.0.0.1:2": wide, "127.0.0.1:3": other}
         head = Head(
             HeadSettings(),
