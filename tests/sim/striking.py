@@ -33,6 +33,8 @@ OF_RELAXED = 200
 """That of the one which befalls heads that tell ahead."""
 # Of a hundred, how many are of which kind.
 _KINDS = {"write": 38, "any time": 20, "again": 10, "recovery": 10, "trouble": 12, "order": 10}
+_BEGUN_BY_THEN_S = 0.2
+"""How long the write of a generation takes in which the head is killed: a node runs it already."""
 _WITHOUT_END = 0.6
 # What is in the write that heads are killed in.
 _AIMS: tuple[type[Record] | None, ...] = (
@@ -43,6 +45,8 @@ _AIMS: tuple[type[Record] | None, ...] = (
     SessionGone,
     SessionBound,
     ContextExtended,
+    GenerationStarted,
+    GenerationStarted,
     GenerationStarted,
     AttemptStarted,
     GenerationEnded,
@@ -79,8 +83,8 @@ def draw_of_store(
 def draw_of_relaxed(rng: random.Random, strikes: Strikes) -> Fault:
     """Much is lost, and the head after the next must know it: the next is killed before it writes."""
     at_s, takes_s = rng.uniform(2.0, HORIZON_S), rng.uniform(0.3, SLOWEST_S)
-    down_s, again_s = rng.choice([0.0, rng.random()]), rng.choice([0.0, rng.random()])
-    record = rng.choice([TokensDelivered, GenerationStarted])
+    down_s, again_s = rng.choice([0.0, 0.5 * rng.random()]), rng.choice([0.0, 0.5 * rng.random()])
+    record = rng.choice([TokensDelivered, GenerationStarted, GenerationStarted])
     what = f"a write of {record.__name__} that takes {takes_s:.2f} s"
     text = f"the head is to be killed in {what}, the next one when it has its term"
     return Fault(OF_RELAXED, at_s, text, lambda: strikes.crash_twice(record, takes_s, down_s, again_s))
@@ -125,7 +129,8 @@ def _of(kind: str, rng: random.Random, strikes: Strikes, down_s: float) -> tuple
             record = None if left > 1 else rng.choice(_AIMS)
             what = f"{left}. write" if record is None else f"next write of {record.__name__}"
             text = f"the head is to be killed in its {what}, at {where:.2f} of it"
-            return text, lambda: strikes.crash_in(Op.WRITE, left, where, down_s, record)
+            takes_s = _BEGUN_BY_THEN_S if record is GenerationStarted else None
+            return text, lambda: strikes.crash_in(Op.WRITE, left, where, down_s, record, takes_s)
         case "any time":
             text = f"the head is killed, another starts in {down_s:.2f} s"
             return text, lambda: strikes.crash_head(down_s)
