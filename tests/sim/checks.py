@@ -338,8 +338,9 @@ class FleetChecks:
             self._oracle.violation("the last head has ended in order, and its end may be lost")
         orders = [name for name, order in saved.marks.items() if order.mark != ENDED]
         head = self._fleet.living_head()
-        # A node that has not come back yet is owed what an earlier head owed, until its leases have run out.
-        owed = [key for key in saved.revokes if head is not None and head.fleet.named(key[0]) is not None]
+        # A node that has not come back yet is owed what an earlier head owed it, until its leases run out.
+        back = [key for key in saved.revokes if head is not None and head.fleet.named(key[0]) is not None]
+        owed = [key for key in saved.revokes if key in back or not self._oracle.is_owed(*key)]
         if saved.sessions or owed or orders:
             self._oracle.violation(f"still kept: {list(saved.sessions)}, {owed}, {orders}")
         for record in self._oracle.records.values():

@@ -52,6 +52,10 @@ class SimRun:
         self._end()
         self._wire.to_node(self._hang_up)
 
+    def die(self) -> None:
+        """The head was killed, and cancels nothing any more."""
+        self._end()
+
     def _hang_up(self) -> None:
         self._gone = True
         started = self._wire.ports.pop(self, True) is None

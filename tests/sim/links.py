@@ -230,8 +230,10 @@ class SimLink:
             self._listener.on_lost(error)
 
     def die(self) -> None:
-        """The head was killed: the node sees a reset, and here nobody is left to be told."""
+        """The head was killed: the node sees a reset, and here nobody is left to be told, or to hang up."""
         self._end()
+        for run in list(self.runs):
+            run.die()
         self._wire.head_end = None
         self._wire.break_("the head is gone")
 

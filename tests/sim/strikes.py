@@ -167,13 +167,7 @@ class Strikes:
     # The store
 
     def crash_in(
-        self,
-        op: Op,
-        left: int,
-        where: float,
-        down_s: float,
-        record: type[Record] | None = None,
-        takes_s: float | None = None,
+        self, op: Op, left: int, where: float, down_s: float, record: type[Record] | None = None
     ) -> bool:
         """The head is killed in what it does with its store."""
         store = self._heads.store
@@ -184,7 +178,7 @@ class Strikes:
                 self._oracle.met(f"a head is killed as it {op.value}")
                 self._oracle.story.note("* the head is killed as it %s, down for %.2f s", op.value, down_s)
 
-        store.kills.append(Kill(op, left, where, strike, record, takes_s))
+        store.kills.append(Kill(op, left, where, strike, record))
         return True
 
     def crash_again(self, down_s: float, after_s: float, again_s: float) -> bool:

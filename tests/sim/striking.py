@@ -33,8 +33,6 @@ OF_RELAXED = 200
 """That of the one which befalls heads that tell ahead."""
 # Of a hundred, how many are of which kind.
 _KINDS = {"write": 38, "any time": 20, "again": 10, "recovery": 10, "trouble": 12, "order": 10}
-_BEGUN_BY_THEN_S = 0.2
-"""How long the write of a generation takes in which the head is killed: a node runs it already."""
 _WITHOUT_END = 0.6
 # What is in the write that heads are killed in.
 _AIMS: tuple[type[Record] | None, ...] = (
@@ -45,8 +43,6 @@ _AIMS: tuple[type[Record] | None, ...] = (
     SessionGone,
     SessionBound,
     ContextExtended,
-    GenerationStarted,
-    GenerationStarted,
     GenerationStarted,
     AttemptStarted,
     GenerationEnded,
@@ -129,8 +125,7 @@ def _of(kind: str, rng: random.Random, strikes: Strikes, down_s: float) -> tuple
             record = None if left > 1 else rng.choice(_AIMS)
             what = f"{left}. write" if record is None else f"next write of {record.__name__}"
             text = f"the head is to be killed in its {what}, at {where:.2f} of it"
-            takes_s = _BEGUN_BY_THEN_S if record is GenerationStarted else None
-            return text, lambda: strikes.crash_in(Op.WRITE, left, where, down_s, record, takes_s)
+            return text, lambda: strikes.crash_in(Op.WRITE, left, where, down_s, record)
         case "any time":
             text = f"the head is killed, another starts in {down_s:.2f} s"
             return text, lambda: strikes.crash_head(down_s)
