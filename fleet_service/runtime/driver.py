@@ -37,6 +37,9 @@ OLD_NODE_S = 3.0
 _NOT_KNOWN_YET = {Reason.MODEL_NOT_FOUND, Reason.MODEL_UNPLACEABLE, Reason.CONTEXT_TOO_LONG}
 """Refusals that say nothing while a head that has just started may not have met all nodes."""
 
+_MAY_HAVE_COST_NOTHING = {MoveCause.NODE_SILENT, MoveCause.SESSION_LOST}
+"""Causes of failures some of which are no attempt: which it was, the next run of the head cannot tell."""
+
 _NO_FAILURES = {FailureClass.DRAINED, FailureClass.REBALANCED, FailureClass.REMOVED}
 """Moves that the head itself decided on."""
 
@@ -65,7 +68,8 @@ class Driver:
         self._context = context
         self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
         moves = [event for _index, event in generation.log.marks if isinstance(event, Moved)]
-        self._budget.taken_up(generation.log.received, moves)
+        sure = [move for move in moves if move.cause not in _MAY_HAVE_COST_NOTHING]
+        self._budget.taken_up(generation.log.received, sure)
         self._last: Attempt | None = None
         self._kept: Place | None = None
         self._seen_alive = False

@@ -274,7 +274,11 @@ class FleetChecks:
             ended = record is not None and record.finished is not None
             if self._cannot_know(node, link, session_id, epoch):
                 continue  # until its lease runs out
-            if ended and record is not None and self._now_s - record.finished_s > _RUN_ON_S:
+            if (
+                ended
+                and record is not None
+                and self._now_s - record.finished_s > _may_run_on_s(record, process)
+            ):
                 self._oracle.violation(
                     f"{node.name} can be reached, and runs {generation_id}, which has ended"
                 )
@@ -296,6 +300,7 @@ class FleetChecks:
         """An earlier head had it there, and neither the node nor what that head left tells of it."""
         told = Feature.RECONCILE in node.features and (session_id, epoch) in link.found
         known = self._now_s - self._fleet.heads.since_s < self._fleet.settings.lease_s
+        known = known and node.name not in self._fleet.clones.names
         owed = known and self._oracle.is_owed(node.name, node.incarnation, session_id, epoch)
         return not (told or owed or self._oracle.is_of_this_head(session_id, epoch))
 
@@ -365,6 +370,11 @@ class FleetChecks:
         if len(head.sessions) or head.generations.running:
             unrest.append(f"{len(head.sessions)} sessions, {head.generations.running} run")
         return unrest
+
+
+def _may_run_on_s(record: Record, process: NodeProcess) -> float:
+    """What ended before the head had asked for it, the node keeps for as long as it does without a head."""
+    return _RUN_ON_S + (process.machine.profile.keep_s if record.tries_again else 0.0)
 
 
 def _held_by(machine: SimMachine) -> str:

@@ -35,6 +35,7 @@ class Clones:
         self._heads = heads
         self._everyone = everyone
         self._made = 0
+        self.names: dict[str, None] = {}  # of those that ever had one
         self.barred: dict[str, float] = {}  # incarnations that the head says it has replaced, and when
         self.alive: dict[SimMachine, SimMachine] = {}  # clones: whose
         door.watch_offer = self._offered
@@ -45,6 +46,7 @@ class Clones:
         if original in self.alive.values():
             return False
         self._made += 1
+        self.names[original.profile.name] = None
         name = original.profile.name
         clone = SimMachine(
             replace(original.profile, joins=True),
