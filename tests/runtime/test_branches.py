@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_of_several_losses_the_first_that_a_reader_has_not_seen_counts() -> None
         assert head.find_generation("g").attach(1, 0).branch == head.branch
         assert refused(head, KEPT + 1, 3) == (Reason.DATA_LOSS, str(KEPT))
         assert head.find_generation("g").attach(KEPT, 3).branch == head.branch
+        await head.stop(0.0)
+
+    simulate(story)
+
+
+def test_a_reader_of_an_answer_that_was_lost_whole_is_sure_of_nothing_in_another_of_its_id() -> None:
+    async def story() -> None:
+        left = torn(torn=False, branch=4)
+        left.generations["g"].started = replace(left.generations["g"].started, branch=4)
+        head = await restarted(KnownContext(CONTEXT), left)
+        assert refused(head, 1, 0) == (Reason.DATA_LOSS, "0")
+        assert head.find_generation("g").attach(0, 0).branch == 4
+        assert head.find_generation("g").attach(KEPT, 4).branch == 4
         await head.stop(0.0)
 
     simulate(story)

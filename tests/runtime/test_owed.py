@@ -12,6 +12,7 @@ from fleet_service.domain.commands import Revoke
 from fleet_service.domain.node_types import Feature
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.kept import Kept
+from fleet_service.runtime.node import OwedRevoke
 from fleet_service.runtime.records import Record, RevokeOwed, Saved
 from fleet_service.runtime.settings import HeadSettings
 from tests.runtime.fakes import UNIX_S, FakeDialer, FakeNode, hello, simulate
@@ -98,6 +99,19 @@ def test_what_is_owed_is_written_down_until_it_is_settled() -> None:
         assert owed_of(journal)[1:] == [SETTLED, RevokeOwed("a", "run-1", "s", EPOCH + 1)]
         known.new_life()
         assert owed_of(journal)[3:] == [RevokeOwed("a", "run-1", "s", EPOCH + 1, settled=True)]
+        await head.stop(0.0)
+
+    simulate(story)
+
+
+def test_a_node_that_is_taken_out_is_owed_nothing_any_more() -> None:
+    async def story() -> None:
+        node, journal = FakeNode(hello("a")), KnownContext()
+        head = await head_with(node, journal)
+        (known,) = head.fleet.nodes
+        known.outbox["s"] = OwedRevoke(EPOCH, surely_held=True)
+        await head.operators.remove_node("a")
+        assert SETTLED in owed_of(journal)
         await head.stop(0.0)
 
     simulate(story)

@@ -212,6 +212,23 @@ def test_failed_attempts_without_a_token_count_over_a_restart(
         assert step.cause.reason is reason
 
 
+@pytest.mark.parametrize("cause", [MoveCause.SESSION_LOST, MoveCause.NODE_SILENT, MoveCause.STALLED])
+def test_moves_that_may_have_cost_no_attempt_end_no_answer_after_a_restart(cause: MoveCause) -> None:
+    async def story() -> None:
+        left = saved()
+        left.generations["g"].marks = [(len(TOKENS), each) for each in moves(*[cause] * 3, index=len(TOKENS))]
+        head = await restarted(KnownContext(CONTEXT), left)
+        await asyncio.sleep(5.0)
+        finished = head.find_generation("g").finished
+        counts = cause is MoveCause.STALLED
+        assert (finished is not None and finished.error is not None) == counts
+        if finished is not None and finished.error is not None:
+            assert finished.error.reason is Reason.ATTEMPTS_EXHAUSTED
+        await head.stop(0.0)
+
+    simulate(story)
+
+
 def test_an_order_taken_back_is_taken_back_by_both_names_of_a_node() -> None:
     node = Node("127.0.0.1:1", HeadSettings(), lambda: 0.0)
     node.cordon("ann", "why", 5.0)
