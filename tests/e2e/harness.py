@@ -95,7 +95,18 @@ class NodeProcess:
 
     async def start(self, port: int = 0) -> NodeProcess:
         """Start the process and wait for its line; `port` 0 = any, or the one it had."""
-        listen = f"127.0.0.1:{port or self.address.rpartition(':')[2] or quiet_port()}"
+        own = port or self.address.rpartition(":")[2]
+        line = await self._launch(f"127.0.0.1:{own or quiet_port()}")
+        if not line and not own:  # that port may have been somebody's
+            line = await self._launch(f"127.0.0.1:{quiet_port()}")
+        assert " on " in line, f"fleet-node said {line!r}"
+        self.address = line.strip().rpartition(" on ")[2]  # with --join, that of its control
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.aio.insecure_channel(self.address, options=options)
+        return self
+
+    async def _launch(self, listen: str) -> str:
+        """Start the process there; the line that it says, "" when it ended instead."""
         with self._said.open("ab") as said:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -110,12 +121,7 @@ class NodeProcess:
                 stderr=said,
             )
         assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), 2 * PATIENCE_S)).decode()
-        assert " on " in line, f"fleet-node said {line!r}"
-        self.address = line.strip().rpartition(" on ")[2]  # with --join, that of its control
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.aio.insecure_channel(self.address, options=options)
-        return self
+        return (await asyncio.wait_for(self._process.stdout.readline(), 2 * PATIENCE_S)).decode()
 
     def signal(self, number: int) -> None:
         assert self._process is not None
