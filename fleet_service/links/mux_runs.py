@@ -105,7 +105,7 @@ class RunTable:
         self._due: dict[int, int] = {}
         self._ack_due = ack_due
         # No run gets that far, so that the loop over a step's runs has one comparison and no second case.
-        self._ack_tokens = ACK_TOKENS if acknowledges else 2 * _MAX_INDEX + 1
+        self._ack_tokens = UNACKED_TOKENS + ACK_TOKENS if acknowledges else 2 * _MAX_INDEX + 1
 
     @property
     def left(self) -> int:
@@ -151,7 +151,7 @@ class RunTable:
             run.tell(first_index, token_ids[start:end])
             start = end
             run.next_index = next_index = first_index + count
-            if next_index - UNACKED_TOKENS - run.acked_index >= ack_tokens:
+            if next_index - run.acked_index >= ack_tokens:
                 self._acknowledge(run)
 
     def announce_ends(self, events: Sequence[link_pb2.RunEvent]) -> None:

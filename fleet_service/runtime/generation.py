@@ -74,7 +74,7 @@ class Generation:
         self._loop = loop
         self._settings = settings
         self._on_decided = on_decided
-        self._readers: set[Reader] = set()
+        self._readers: dict[Reader, None] = {}  # in the order they came
         self._queued_s = 0.0
         self._left = False
         self._waits_from_s: float | None = None
@@ -255,12 +255,12 @@ class Generation:
                 retry_after_s=1.0,
             )
         reader = Reader(self.log, from_index, self._reader_gone)
-        self._readers.add(reader)
+        self._readers[reader] = None
         self._somebody_reads()
         return reader
 
     def _reader_gone(self, reader: Reader) -> None:
-        self._readers.discard(reader)
+        self._readers.pop(reader, None)
         if not self._readers and self.finished is None and not self._left:
             self._nobody_reads(first=False)
 

@@ -232,20 +232,19 @@ class Head:
 
         Raises STORE_UNAVAILABLE as well, while nothing can be kept.
         """
-        self._check_store()
         try:
             answer = read()
         except FleetError:
-            await self._settled(None)
+            await self._settled(None, patient=False)
             raise
-        return await self._settled(answer)
+        return await self._settled(answer, patient=False)
 
     def get_session(self, session_id: str, owner: str | None = None) -> SessionView:
         return self.sessions.get(session_id, owner).view()
 
     async def context_of(self, session_id: str, owner: str | None = None) -> Sequence[int]:
         session = await self.sessions.here(self.sessions.get(session_id, owner))
-        return await self._settled(session.context.token_ids())
+        return await self._settled(session.context.token_ids(), patient=False)
 
     def list_sessions(
         self,
@@ -377,14 +376,15 @@ class Head:
         """The refusal tells of what there is, too."""
         try:
             return await work
-        except FleetError:
-            if self.journal.trouble is None:
-                await self._settled(None)
+        except FleetError as refusal:
+            if refusal.reason is not Reason.STORE_UNAVAILABLE:
+                await self._settled(None, patient=False)
             raise
 
-    async def _settled(self, answer: T) -> T:
+    async def _settled(self, answer: T, *, patient: bool = True) -> T:
+        """`answer`, once it may be told of. Raises STORE_UNAVAILABLE."""
         try:
-            await self.journal.settled()
+            await self.journal.settled(patient=patient)
         except StoreError as error:
             raise unavailable() from error
         return answer

@@ -70,8 +70,14 @@ class Journal(Protocol):
     def end(self, tokens: WrittenLog) -> None:
         """A log has ended: write its rest, before what ends it, and show the end once it may be."""
 
-    async def settled(self) -> None:
-        """Return once all that was put so far may be seen. Raises StoreError when it never will be."""
+    def then(self, action: Callable[[], None]) -> None:
+        """Do this once all that was put so far may be seen, and what is put in the same step."""
+
+    async def settled(self, *, patient: bool = True) -> None:
+        """Return once all that was put so far may be seen. Raises StoreError when it never will be.
+
+        `patient` False: also when nothing can be kept just now.
+        """
 
     async def context(self, session_id: str) -> array[int]:
         """The ids of a context that was put away. Raises StoreError."""
@@ -103,7 +109,10 @@ class NoJournal:
     def end(self, tokens: WrittenLog) -> None:
         tokens.show(tokens.received, end=True)
 
-    async def settled(self) -> None:
+    def then(self, action: Callable[[], None]) -> None:
+        action()
+
+    async def settled(self, *, patient: bool = True) -> None:
         return
 
     async def context(self, session_id: str) -> array[int]:
@@ -138,6 +147,9 @@ class StoreJournal:
         self._logs: dict[str, WrittenLog] = {}
         self._then: list[Callable[[], None]] = []
         self._waiting: list[asyncio.Future[None]] = []
+        self._impatient: set[asyncio.Future[None]] = (
+            set()
+        )  # of those, and of those that a batch under way has
         self._news = asyncio.Event()
         self._stopping = False
         self._writing = False
@@ -184,27 +196,31 @@ class StoreJournal:
         return await self._store.answered(owner, request_id)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do this once all that was put so far may be seen."""
         if self._at_once:
             action()
         else:
             self._then.append(action)
             self._news.set()
 
-    async def settled(self) -> None:
+    async def settled(self, *, patient: bool = True) -> None:
         if not self._at_once:
-            await self._written()
+            await self._written(patient=patient)
 
     @property
     def _at_once(self) -> bool:
         """Whether what happens now is seen now."""
         return not self._strict and self._trouble is None
 
-    async def _written(self) -> None:
+    async def _written(self, *, patient: bool = True) -> None:
         if self._ended:
             raise self._trouble or _nothing_more()
+        if self._trouble is not None and not patient:
+            raise self._trouble
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(written)
+        if not patient:
+            self._impatient.add(written)
+            written.add_done_callback(self._impatient.discard)
         self._news.set()
         await written
 
@@ -284,6 +300,9 @@ class StoreJournal:
 
     async def _keep_trying(self, batch: list[Record], first: StoreError) -> bool:
         self._trouble = first
+        for written in self._impatient:
+            if not written.done():
+                written.set_exception(first)
         log.warning("store_failed", error=str(first), trouble=first.trouble.value)
         retrying = AsyncRetrying(
             sleep=asyncio.sleep,

@@ -50,7 +50,10 @@ class Recovery:
         self._unfinished: list[Generation] = []
         self.marks = saved.marks
         """What operators ordered of nodes that have not come back yet."""
-        self._revokes = dict(saved.revokes)
+        self._revokes: dict[str, list[RevokeOwed]] = {}
+        """Of nodes that have not come back yet, by their names."""
+        for owed in saved.revokes.values():
+            self._revokes.setdefault(owed.node, []).append(owed)
 
     def restore(self) -> None:
         """Everything but what runs, in one step: from here on callers find what is theirs."""
@@ -127,19 +130,17 @@ class Recovery:
         One that says itself what it holds needs none, and another process holds nothing.
         """
         settled: list[RevokeOwed] = []
-        for key, owed in list(self._revokes.items()):
-            if owed.node == node.name:
-                del self._revokes[key]
-                if owed.incarnation == node.incarnation and Feature.RECONCILE not in node.features:
-                    node.owe_revoke(owed.session_id, owed.epoch, surely_held=True)
-                else:
-                    settled.append(replace(owed, settled=True))
+        for owed in self._revokes.pop(node.name, []):
+            if owed.incarnation == node.incarnation and Feature.RECONCILE not in node.features:
+                node.owe_revoke(owed.session_id, owed.epoch, surely_held=True)
+            else:
+                settled.append(replace(owed, settled=True))
         return settled
 
     def leases_ran_out(self) -> list[RevokeOwed]:
         """A lease after the start: what nodes held that have not come back, they hold no more."""
         revokes, self._revokes = self._revokes, {}
-        return [replace(owed, settled=True) for owed in revokes.values()]
+        return [replace(owed, settled=True) for of_node in revokes.values() for owed in of_node]
 
     def _finish_answered(self, saved: Saved) -> None:
         """A session for one answer ends with that; the head may have died before it came to it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Accepted, Event, Finished, Moved, Started, Tokens
@@ -19,8 +20,9 @@ from fleet_service.runtime.records import BranchCut
 class TokenLog:
     """Token ids and, between them, the other events of a generation.
 
-    `received` counts the tokens the head has, `visible` those readers may see: the journal says when. In the
-    same way `finished` is the terminal event from its decision on, and `ended` once it may be seen.
+    `received` counts the tokens the head has, `visible` those readers may see: the journal says when. So it is
+    with `marks` and `marks_visible`; `finished` is the terminal event from its decision on, `ended` once it may
+    be seen.
     """
 
     __slots__ = (
@@ -29,6 +31,7 @@ class TokenLog:
         "_ids",
         "_journal",
         "_marks",
+        "_marks_visible",
         "_readers",
         "_visible",
         "accepted",
@@ -48,6 +51,7 @@ class TokenLog:
         self._visible = 0
         self._ids = array("I")
         self._marks: list[tuple[int, Started | Moved]] = []
+        self._marks_visible = 0
         self._cuts: list[BranchCut] = []
         self._readers: list[Callable[[], None]] = []
 
@@ -62,6 +66,11 @@ class TokenLog:
     @property
     def generation_id(self) -> str:
         return self.accepted.generation_id
+
+    @property
+    def marks_visible(self) -> int:
+        """How many of the marks readers may see."""
+        return self._marks_visible
 
     @property
     def marks(self) -> Sequence[tuple[int, Started | Moved]]:
@@ -91,6 +100,7 @@ class TokenLog:
         """As an earlier run of the head left it; all of it was seen."""
         self._ids, self._marks, self._cuts = token_ids, list(marks), list(cuts)
         self.written = self._visible = len(token_ids)
+        self._marks_visible = len(self._marks)
         self.finished = self.ended = finished
 
     def cut(self, branch: int) -> BranchCut:
@@ -113,6 +123,10 @@ class TokenLog:
     def mark(self, event: Started | Moved) -> None:
         """Put an event behind the tokens there are."""
         self._marks.append((len(self._ids), event))
+        self._journal.then(partial(self._show_marks, len(self._marks)))
+
+    def _show_marks(self, visible: int) -> None:
+        self._marks_visible = visible
         self._call_back()
 
     def finish(self, event: Finished) -> None:
@@ -164,8 +178,8 @@ class Cursor:
         events: list[Event] = []
         if not self._opened:
             self._open(events)
-        marks = self._log.marks
-        while self._mark < len(marks) and marks[self._mark][0] <= self._log.visible:
+        marks, marks_visible = self._log.marks, self._log.marks_visible
+        while self._mark < marks_visible and marks[self._mark][0] <= self._log.visible:
             position, event = marks[self._mark]
             self._tokens_up_to(position, events)
             events.append(event)
@@ -180,8 +194,8 @@ class Cursor:
     def _open(self, events: list[Event]) -> None:
         self._opened = True
         events.append(self._log.accepted)
-        marks = self._log.marks
-        while self._mark < len(marks) and marks[self._mark][0] < self._index:
+        marks, marks_visible = self._log.marks, self._log.marks_visible
+        while self._mark < marks_visible and marks[self._mark][0] < self._index:
             if isinstance(marks[self._mark][1], Started):
                 events.append(marks[self._mark][1])
             self._mark += 1

@@ -1,4 +1,4 @@
-"""A scripted head, and the command line as a real process."""
+"""A scripted head, a real one, and the command line as a real process."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from tests.cli.ended import Ended
+from tests.cli.real_fleet import RealFleet, real_fleet
 from tests.cli.scripted_head import ScriptedHead, scripted_head
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a command printed and its exit code."""
-
-    code: int
-    out: str
-    err: str
-
 
 Fleet = Callable[..., Awaitable[Ended]]
 
@@ -29,6 +21,12 @@ Fleet = Callable[..., Awaitable[Ended]]
 async def head() -> AsyncIterator[ScriptedHead]:
     async with scripted_head() as script:
         yield script
+
+
+@pytest.fixture
+async def real(tmp_path: Path) -> AsyncIterator[RealFleet]:
+    async with real_fleet(tmp_path) as fleet:
+        yield fleet
 
 
 async def start_fleet(head: ScriptedHead, *arguments: str) -> asyncio.subprocess.Process:

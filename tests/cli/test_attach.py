@@ -11,7 +11,8 @@ import sys
 import pytest
 from google.rpc import code_pb2
 
-from tests.cli.conftest import Ended, Fleet, start_fleet
+from tests.cli.conftest import Fleet, start_fleet
+from tests.cli.ended import Ended
 from tests.cli.scripted_head import (
     CONNECTION_LOST,
     DATA_LOSS,

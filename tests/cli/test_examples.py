@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from fleet.v1 import fleet_service_pb2 as fleet_pb2
-from tests.cli.conftest import Ended
+from tests.cli.ended import Ended
 from tests.cli.scripted_head import Hang, ScriptedHead, accepted, tokens
 from tests.commandlines import unknown_words
 

@@ -17,7 +17,7 @@ import pytest
 from examples.processes import command_of
 from fleet_service.config import StoreConfig
 from fleet_service.keeping import folder_of
-from tests.cli.conftest import Ended
+from tests.cli.ended import Ended
 from tests.quiet_head import QUIET
 
 PATIENCE_S = 30.0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from examples.processes import Children
-from tests.cli.conftest import Ended, Fleet
+from tests.cli.conftest import Fleet
+from tests.cli.ended import Ended
 from tests.quiet_head import QUIET, start_head
 from tests.telemetry.scraping import Scraper
 

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otl
 from examples.processes import Child, Children, command_of
 from node_stub.reference import StubModel, reference_tokens
 from tests.certificates import Authority
-from tests.cli.conftest import Ended
+from tests.cli.ended import Ended
 from tests.ports import quiet_port
 
 MODEL = "demo"

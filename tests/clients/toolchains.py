@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lacking import lacking
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 CONTRACT = ROOT / "proto" / "fleet" / "v1"
@@ -108,10 +110,7 @@ def require_tool(tool: str) -> None:
     """Skip the test where the tool is missing; with REQUIRE_TOOLCHAINS=1 let it fail."""
     if shutil.which(tool) is not None:
         return
-    told = f"{tool} is not installed; examples/README.md says what the clients are built with"
-    if os.environ.get("REQUIRE_TOOLCHAINS") == "1":
-        pytest.fail(told)
-    pytest.skip(told)
+    lacking(f"{tool} is not installed; examples/README.md says what the clients are built with")
 
 
 def _digest(toolchain: Toolchain) -> str:

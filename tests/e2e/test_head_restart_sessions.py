@@ -165,4 +165,6 @@ async def test_the_session_of_an_answer_is_gone_with_it(durable: Durable) -> Non
         return not await sessions_of(client)
 
     await until_so(none_left, "no session is left")
+    await durable.crash()
+    assert await sessions_of(await durable.client()) == []
     await durable.ends_quiet()

@@ -29,6 +29,7 @@ from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from node_stub.reference import StubModel
 from tests.e2e.callers import Reading, read_all
 from tests.e2e.harness import PATIENCE_S, expected, prompt
+from tests.lacking import lacking
 from tests.ports import quiet_port
 
 if TYPE_CHECKING:
@@ -124,10 +125,7 @@ class Jaeger:
 @pytest.fixture(scope="module")
 def jaeger() -> Iterator[Jaeger]:
     if not program().exists():
-        why = f"there is no {program()}: `make jaeger` builds it"
-        if os.environ.get("REQUIRE_TOOLCHAINS") == "1":
-            pytest.fail(why)
-        pytest.skip(why)
+        lacking(f"there is no {program()}: `make jaeger` builds it")
     made = Jaeger(f"127.0.0.1:{quiet_port()}", f"127.0.0.1:{quiet_port()}")
     addresses = {
         "JAEGER_OTLP": made.otlp,

@@ -108,9 +108,11 @@ async def test_a_watcher_sees_that_the_store_fails_and_that_it_works_again(world
     server.head.journal = journal = FailingJournal()
     watching = await Watching(server).until(lambda seen: seen.messages)
     journal.trouble = FULL
-    await watching.until(lambda seen: seen.summary.store_trouble == str(FULL))
+    await watching.until(lambda seen: seen.summary.store_trouble)
+    assert watching.summary.store_trouble == str(FULL)
     journal.trouble = None
     await watching.until(lambda seen: not seen.summary.store_trouble)
+    assert watching.summary.durability == admin_pb.DURABILITY_STRICT
 
 
 async def test_a_watcher_sees_a_node_die_and_its_answers_move(world: World) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from fleet_service.domain.events import Accepted, Event, Finished, FinishReason, Timings, Tokens
+from fleet_service.domain.events import Accepted, Event, Finished, FinishReason, Started, Timings, Tokens
 from fleet_service.runtime.journal import Durability, StoreJournal
 from fleet_service.runtime.records import (
     GenerationEnded,
@@ -225,8 +225,42 @@ async def test_a_caller_that_leaves_while_it_waits_disturbs_nobody(desk: Desk) -
     await desk.store.until_asked(1)
     leaver.cancel()
     await asyncio.wait({leaver})
+    assert not stayer.done()
     await desk.store.let()
     await stayer
+    assert (leaver.cancelled(), desk.store.records) == (True, [SessionGone("s")])
+
+
+async def test_who_is_impatient_waits_no_longer_once_nothing_can_be_kept(desk: Desk) -> None:
+    desk.store.held, desk.store.always = True, FULL
+    desk.journal.put(SessionGone("s"))
+    read, done = (asyncio.create_task(desk.journal.settled(patient=patient)) for patient in (False, True))
+    await desk.store.until_asked(1)
+    late = asyncio.create_task(desk.journal.settled(patient=False))
+    await desk.store.let()
+    for each in (read, late):
+        with pytest.raises(StoreError, match="full"):
+            await each
+    with pytest.raises(StoreError, match="full"):
+        await desk.journal.settled(patient=False)
+    assert not done.done()
+    desk.store.always = None
+    await done
+    await desk.journal.settled(patient=False)
+
+
+async def test_what_stands_between_tokens_is_seen_once_it_is_kept(desk: Desk) -> None:
+    desk.store.held = True
+    log = desk.log()
+    cursor = Cursor(log, 0)
+    log.mark(Started("a", 7))
+    desk.journal.put(SessionGone("with it"))
+    log.append([1])
+    await desk.store.until_asked(1)
+    assert cursor.take() == [log.accepted]
+    await desk.store.let()
+    await shown(log, lambda: log.visible == 1)
+    assert cursor.take() == [Started("a", 7), Tokens(0, array("I", [1]))]
 
 
 @pytest.mark.parametrize("trouble", [FULL, AWAY])

@@ -103,12 +103,16 @@ async def test_that_a_session_is_over_is_told_once_it_is_kept(told: Told) -> Non
     assert (refused(read), refused(again)) == (Reason.SESSION_NOT_FOUND, Reason.SESSION_NOT_FOUND)
 
 
-async def test_while_nothing_can_be_kept_a_read_says_so(told: Told) -> None:
+async def test_when_nothing_can_be_kept_a_read_says_so_also_one_that_waits(told: Told) -> None:
     head = told.head
     told.store.always = FULL
-    await told.store.let()
     made = asyncio.ensure_future(head.create_session("s", SPEC, [1, 2], None))
-    await told.store.until_asked(2)
+    await told.store.until_asked(1)
+    waits = asyncio.ensure_future(head.told(lambda: head.get_session("s")))
+    await told.store.let()
+    with pytest.raises(FleetError) as refusal:
+        await waits
+    assert refusal.value.reason is Reason.STORE_UNAVAILABLE
     with pytest.raises(FleetError) as refusal:
         await head.told(lambda: head.get_session("s"))
     assert refusal.value.reason is Reason.STORE_UNAVAILABLE

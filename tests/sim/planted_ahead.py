@@ -151,8 +151,7 @@ def the_next_head_takes_owed_revokes_for_delivered() -> Iterator[None]:
     """Rule 9: a node that cannot tell what it holds goes on holding what an earlier head had it free."""
 
     def wrong(self: Recovery, node: Node) -> list[RevokeOwed]:
-        settled = [owed for owed in self._revokes.values() if owed.node == node.name]
-        return [replace(owed, settled=True) for owed in settled]
+        return [replace(owed, settled=True) for owed in self._revokes.pop(node.name, [])]
 
     with replaced(Recovery, "owed_to", wrong):
         yield

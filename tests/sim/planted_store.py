@@ -57,7 +57,7 @@ def an_end_is_shown_before_its_commit() -> Iterator[None]:
 def an_answer_is_given_before_its_commit() -> Iterator[None]:
     """Durability: what a caller was told did happen is not there after a restart."""
 
-    async def wrong(_: StoreJournal) -> None:
+    async def wrong(_: StoreJournal, **__: bool) -> None:
         return
 
     with replaced(StoreJournal, "settled", wrong):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lacking import lacking
+
 ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 30.0
 
@@ -33,7 +35,7 @@ def power(folder: Path, **about: str | Path) -> dict[str, str]:
     """Variables under which a process runs with power.c."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("there is no C compiler")
+        lacking("there is no C compiler")
     library = folder / "power.so"
     source = Path(__file__).with_name("power.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)

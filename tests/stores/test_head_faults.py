@@ -114,12 +114,14 @@ class Stream:
         self._call = client.fleet.Generate(request)
         self._more = asyncio.Condition()
         self.tokens: list[int] = []
+        self.most_at_once = 0
         self.done = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         async for response in self._call:
             async with self._more:
                 self.tokens += response.event.tokens.token_ids
+                self.most_at_once = max(self.most_at_once, len(response.event.tokens.token_ids))
                 self._more.notify_all()
 
     async def has(self, count: int) -> None:
@@ -179,6 +181,7 @@ async def test_a_slow_disk_delays_tokens_and_changes_none(stage: Stage, tmp_path
     # What took the node 0.6 s is there after one or two more syncs, and the head is well.
     await stage.until_health(SERVING)
     await stream.exact([4, 5], 60)
+    assert stream.most_at_once > 30
     slow.unlink()
 
 

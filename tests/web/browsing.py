@@ -6,16 +6,15 @@ tests are skipped, unless REQUIRE_TOOLCHAINS=1.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import pytest
 from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright, expect
 
 from tests.e2e.harness import PATIENCE_S
+from tests.lacking import lacking
 from tests.web.served import Served
 
 expect.set_options(timeout=PATIENCE_S * 1000)
@@ -25,10 +24,7 @@ def chromium() -> str:
     """Its path; skips, or fails, the test that asks where there is none."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
-        why = "there is no chromium: `apt-get install chromium`"
-        if os.environ.get("REQUIRE_TOOLCHAINS") == "1":
-            pytest.fail(why)
-        pytest.skip(why)
+        lacking("there is no chromium: `apt-get install chromium`")
     return found
 
 
