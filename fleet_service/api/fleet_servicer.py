@@ -210,6 +210,7 @@ async def _relay(
 ) -> None:
     """Send a generation's events from `from_index` on, each time all that is new. `branch`: the reader's."""
     reader = generation.attach(from_index, branch)
+    own_branch = reader.branch  # as long as the head lives
     try:
         finished = False
         while not finished:
@@ -217,8 +218,8 @@ async def _relay(
             for event in convert.in_message_sizes(events):
                 response = response_type()
                 convert.write_event(response.event, event)
-                if reader.branch:
-                    response.event.branch = reader.branch
+                if own_branch:
+                    response.event.branch = own_branch
                 await call.write(response)
             finished = _ends(events)
     finally:
