@@ -20,9 +20,9 @@ from fleet_service.runtime.records import BranchCut
 class TokenLog:
     """Token ids and, between them, the other events of a generation.
 
-    `received` counts the tokens the head has, `visible` those readers may see: the journal says when. So it is
-    with `marks` and `marks_visible`; `finished` is the terminal event from its decision on, `ended` once it may
-    be seen.
+    `received` counts the tokens the head has, `visible` those readers may see: the journal says when. So do
+    `marks` and `marks_visible`; `finished` is the terminal event from its decision on, `ended` once it may be
+    seen.
     """
 
     __slots__ = (
