@@ -82,6 +82,8 @@ class Node:
         self.reservations = 0
         self.outbox: dict[str, OwedRevoke] = {}
         self.outbox_wake = asyncio.Event()
+        self.outbox_empty = asyncio.Event()
+        self.outbox_empty.set()
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
         self.on_room: Callable[[], None] = lambda: None
@@ -331,6 +333,7 @@ class Node:
         if owed is None or epoch > owed.epoch:
             self.outbox[session_id] = OwedRevoke(epoch, surely_held)
             self.outbox_wake.set()
+            self.outbox_empty.clear()
             if owed is not None:
                 self.on_owed(self, session_id, owed.epoch, True)
             self.on_owed(self, session_id, epoch, False)
@@ -354,6 +357,8 @@ class Node:
         for session_id, owed in settled.items():
             del self.outbox[session_id]
             self.on_owed(self, session_id, owed.epoch, True)
+        if not self.outbox:
+            self.outbox_empty.set()
 
     def unlearn(self) -> None:
         """What lived at this address lives elsewhere now: nothing is known of it any more."""

@@ -132,9 +132,13 @@ class Nodes:
         """
         self._stopping = True
         nodes = list(self._tasks)
+        linked = [node for node in nodes if node.link is not None]
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await asyncio.gather(*(self._end_lease(node) for node in nodes if not comes_back))
+                if comes_back:
+                    await asyncio.gather(*(node.outbox_empty.wait() for node in linked))
+                else:
+                    await asyncio.gather(*(self._end_lease(node) for node in linked))
         except TimeoutError:
             log.info("farewell_incomplete", nodes=len(nodes))
         await self._stop_tasks(nodes)

@@ -52,13 +52,14 @@ class FakeNode:
     """A node to dial. `says` is its hello, or what dialing it raises; `lives_s` None = links last.
 
     `renews` is the answer to a renewal of a lease, `speak` what a run says; a `mute` one gives no signs of
-    life. The lists are in order of time.
+    life; `revokes_in_s` is how long it takes over a revoke. The lists are in order of time.
     """
 
     says: NodeHello | Exception
     lives_s: float | None = None
     answers_after_s: float = 0.0
     renews: bool = True
+    revokes_in_s: float = 0.0
     mute: bool = False
     speak: Speak | None = None
     at_dial: Callable[[FakeNode], None] = lambda _node: None
@@ -123,6 +124,7 @@ class FakeLink:
         return None
 
     async def revoke(self, command: Revoke) -> Refusal | None:
+        await asyncio.sleep(self._node.revokes_in_s)
         self._node.revoked.append(command)
         return None
 

@@ -13,6 +13,7 @@ from fleet_service.domain.node_types import Feature
 from fleet_service.runtime.head import Head
 from fleet_service.runtime.kept import Kept
 from fleet_service.runtime.node import OwedRevoke
+from fleet_service.runtime.nodes import FAREWELL_S
 from fleet_service.runtime.records import Record, RevokeOwed, Saved
 from fleet_service.runtime.settings import HeadSettings
 from tests.runtime.fakes import UNIX_S, FakeDialer, FakeNode, hello, simulate
@@ -113,5 +114,23 @@ def test_a_node_that_is_taken_out_is_owed_nothing_any_more() -> None:
         await head.operators.remove_node("a")
         assert SETTLED in owed_of(journal)
         await head.stop(0.0)
+
+    simulate(story)
+
+
+@pytest.mark.parametrize("revokes_in_s, ended_in_s", [(0.5, 0.5), (900.0, FAREWELL_S)])
+def test_a_head_that_stops_waits_briefly_until_its_nodes_have_had_what_is_owed(
+    revokes_in_s: float, ended_in_s: float
+) -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        node = FakeNode(hello("a"), revokes_in_s=revokes_in_s)
+        head = await head_with(node, KnownContext())
+        (known,) = head.fleet.nodes
+        known.owe_revoke("s", EPOCH, surely_held=True)
+        asked_at = loop.time()
+        await head.stop(0.0)
+        assert loop.time() - asked_at == pytest.approx(ended_in_s)
+        assert node.revoked == ([Revoke("s", EPOCH)] if revokes_in_s < FAREWELL_S else [])
 
     simulate(story)
