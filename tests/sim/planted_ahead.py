@@ -136,13 +136,19 @@ def what_was_told_is_written_late() -> Iterator[None]:
 @contextmanager
 def a_head_that_ends_leaves_the_rest_unwritten() -> Iterator[None]:
     """Durability: a head that ends in order loses nothing."""
+    right = Head.stop
 
-    async def wrong(self: StoreJournal) -> None:
+    async def writes_no_more(self: Head, grace_s: float) -> None:
+        if isinstance(self.journal, StoreJournal):
+            await gives_up(self.journal)
+        await right(self, grace_s)
+
+    async def gives_up(self: StoreJournal) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    with replaced(StoreJournal, "stop", wrong):
+    with replaced(Head, "stop", writes_no_more), replaced(StoreJournal, "stop", gives_up):
         yield
 
 
