@@ -126,8 +126,8 @@ class Sessions:
         self._context_tokens += len(session.context)
         self._list.add(session)
         self.used(session)
-        if len(session.context):
-            context = session.context
+        context = session.context
+        if len(context) and self._journal.keeps:
             self._journal.put(ContextExtended(session.session_id, 0, context.token_ids(), context.crc32))
 
     def restore(self, saved: SavedSession) -> Session:
@@ -217,7 +217,7 @@ class Sessions:
     def used(self, session: Session) -> None:
         """It was used just now, which is to outlive the head."""
         self.touch(session)
-        if session.session_id in self._by_id:
+        if self._journal.keeps and session.session_id in self._by_id:
             self._journal.put(self._kept(session))
 
     def page(
