@@ -165,9 +165,10 @@ class MuxLink:
         The node's acceptance has no time limit: a run that it is silent about is for the sink's owner to
         judge and to close, as on a plain link.
         """
-        request = link_pb2.HeadCommand(
-            generate=convert.generate_request(command, self._introduction), trace=command.carrier
-        )
+        request = link_pb2.HeadCommand()
+        convert.write_generate(request.generate, command, self._introduction)
+        if command.carrier:
+            request.trace.update(command.carrier)
         run = MuxRun(command, sink, self._cancel_run)
         refused = self._cannot_post("generate", request)
         if refused is not None:
