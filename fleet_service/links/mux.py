@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import structlog
 
@@ -54,6 +55,7 @@ _Answer = (
     | node_service_pb2.CancelResponse
     | node_service_pb2.RevokeResponse
 )
+_T = TypeVar("_T")
 _Settle = Callable[[link_pb2.NodeReply | None], None]
 
 
@@ -132,33 +134,30 @@ class MuxLink:
 
     async def assign(self, command: Assign) -> Refusal | None:
         request = link_pb2.HeadCommand(assign=convert.assign_request(command, self._introduction))
-        reply = await self._ask("assign", request)
-        return _refusal(reply.assign)
+        return await self._ask("assign", request, lambda reply: _refusal(reply.assign))
 
     async def append(self, command: Append) -> Refusal | None:
-        reply = await self._ask("append", link_pb2.HeadCommand(append=convert.append_request(command)))
-        return _refusal(reply.append)
+        request = link_pb2.HeadCommand(append=convert.append_request(command))
+        return await self._ask("append", request, lambda reply: _refusal(reply.append))
 
     async def cancel(self, command: CancelRun) -> Refusal | None:
-        reply = await self._ask("cancel", link_pb2.HeadCommand(cancel=convert.cancel_request(command)))
-        return _refusal(reply.cancel)
+        request = link_pb2.HeadCommand(cancel=convert.cancel_request(command))
+        return await self._ask("cancel", request, lambda reply: _refusal(reply.cancel))
 
-    async def revoke(self, command: Revoke) -> Refusal | None:
-        reply = await self._ask("revoke", link_pb2.HeadCommand(revoke=convert.revoke_request(command)))
-        return _refusal(reply.revoke)
+    def revoke(self, command: Revoke) -> asyncio.Future[Refusal | None]:
+        request = link_pb2.HeadCommand(revoke=convert.revoke_request(command))
+        return self._ask("revoke", request, lambda reply: _refusal(reply.revoke))
 
     async def renew_lease(self, lease_s: float, term: int) -> bool:
-        request = convert.renew_request(self._introduction, lease_s, term)
-        reply = await self._ask("renew_lease", link_pb2.HeadCommand(renew_lease=request))
-        return reply.renew_lease.renewed
+        request = link_pb2.HeadCommand(renew_lease=convert.renew_request(self._introduction, lease_s, term))
+        return await self._ask("renew_lease", request, lambda reply: reply.renew_lease.renewed)
 
     async def reconcile(self) -> list[HeldSession]:
-        request = convert.reconcile_request(self._introduction)
-        reply = await self._ask("reconcile", link_pb2.HeadCommand(reconcile=request))
-        return convert.held_sessions(reply.reconcile)
+        request = link_pb2.HeadCommand(reconcile=convert.reconcile_request(self._introduction))
+        return await self._ask("reconcile", request, lambda reply: convert.held_sessions(reply.reconcile))
 
     async def ping(self) -> None:
-        await self._ask("cancel", link_pb2.HeadCommand(cancel=convert.ping_request()))
+        await self._ask("cancel", link_pb2.HeadCommand(cancel=convert.ping_request()), lambda _reply: None)
 
     def run(self, command: Run, sink: RunSink) -> MuxRun:
         """Start a generation. Raises ValueError when a number of the command does not fit its wire type.
@@ -166,9 +165,10 @@ class MuxLink:
         The node's acceptance has no time limit: a run that it is silent about is for the sink's owner to
         judge and to close, as on a plain link.
         """
-        request = link_pb2.HeadCommand(
-            generate=convert.generate_request(command, self._introduction), trace=command.carrier
-        )
+        request = link_pb2.HeadCommand()
+        convert.write_generate(request.generate, command, self._introduction)
+        if command.carrier:
+            request.trace.update(command.carrier)
         run = MuxRun(command, sink, self._cancel_run)
         refused = self._cannot_post("generate", request)
         if refused is not None:
@@ -197,23 +197,37 @@ class MuxLink:
 
     # Asking
 
-    async def _ask(self, kind: str, request: link_pb2.HeadCommand) -> link_pb2.NodeReply:
-        """Send a command and await its reply. Raises a LinkError."""
+    def _ask(
+        self, kind: str, request: link_pb2.HeadCommand, read: Callable[[link_pb2.NodeReply], _T]
+    ) -> asyncio.Future[_T]:
+        """Send a command; what `read` makes of its reply, or a LinkError. Many cost no task each."""
+        answer: asyncio.Future[_T] = self._loop.create_future()
         refused = self._cannot_post(kind, request)
         if refused is not None:
-            raise refused
-        answer: asyncio.Future[link_pb2.NodeReply | None] = self._loop.create_future()
-        call_id = self._post(kind, request, partial(_settle, answer))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await answer
-        except TimeoutError:
-            raise LinkTimeoutError(f"{kind}: no answer within {self._timeout_s:g} s") from None
-        finally:
+            answer.set_exception(refused)
+            return answer
+
+        def settle(reply: link_pb2.NodeReply | None) -> None:
+            if answer.done():
+                return
+            if reply is None:
+                answer.set_exception(self._gone(kind))
+            else:
+                answer.set_result(read(reply))
+
+        def expire() -> None:
+            if not answer.done():
+                text = f"{kind}: no answer within {self._timeout_s:g} s"
+                answer.set_exception(LinkTimeoutError(text))
+
+        def over(_answer: asyncio.Future[_T]) -> None:
+            timer.cancel()
             self._take_back(call_id)
-        if reply is None:
-            raise self._gone(kind)
-        return reply
+
+        call_id = self._post(kind, request, settle)
+        timer = self._loop.call_later(self._timeout_s, expire)
+        answer.add_done_callback(over)
+        return answer
 
     def _cannot_post(self, kind: str, request: link_pb2.HeadCommand) -> LinkError | None:
         if self._ended.done():
@@ -389,11 +403,6 @@ class _KeptNews:
     def pass_on(self, listener: LinkListener) -> None:
         if self._report is not None:
             listener.on_report(self._report, self._models)
-
-
-def _settle(answer: asyncio.Future[link_pb2.NodeReply | None], reply: link_pb2.NodeReply | None) -> None:
-    if not answer.done():
-        answer.set_result(reply)
 
 
 def _no_matter(reply: link_pb2.NodeReply | None) -> None:

@@ -118,6 +118,10 @@ class Node:
         wanted = self._settings.lanes_per_node or own or self._settings.default_lanes
         return min(wanted, self._settings.max_lanes_per_node)
 
+    def prefill_tokens_per_s(self) -> int:
+        """As last reported; 0 = unknown."""
+        return self.report.prefill_tokens_per_s if self.report else 0
+
     @property
     def usable(self) -> bool:
         """What was placed here may go on."""
