@@ -132,6 +132,8 @@ class HeadConfig(_Section):
     """KV occupancy from which a node counts as hot, in percent"""
     expected_output_tokens: int = Field(_RUNTIME.expected_output_tokens, ge=1, le=1_000_000)
     """Output that the placement expects of a generation that does not say"""
+    compare_all_nodes: int = Field(_RUNTIME.compare_all_nodes, ge=0, le=1_000_000)
+    """Nodes of a model up to which a placement compares all of them; of more, it compares some"""
     queue_limit_per_node: int = Field(_RUNTIME.queue_limit_per_node, ge=0, le=100_000)
     """Generations that may wait at the head for one node"""
     lanes_per_node: int = Field(_RUNTIME.lanes_per_node, ge=0, le=4096)

@@ -87,7 +87,7 @@ class GenerationMaker:
         trace = self._observer.generation_started(info, parent)
         if node is not None:
             demand = self._fleet.session_demand(session)
-            trace.placed(node.name, lambda: self._fleet.explain(demand))
+            trace.placed(node.name, lambda: self._fleet.explain_choice(node, demand))
         return Generation(
             generation_id,
             session,

@@ -86,6 +86,8 @@ class Node:
         self.outbox_empty.set()
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
+        self.on_heat: Callable[[Node], None] = lambda _node: None
+        """Called when it has become hot, or is so no more."""
         self.on_room: Callable[[], None] = lambda: None
         self.on_owed: Callable[[Node, str, int, bool], None] = lambda *_: None
         """Called with a session and an epoch when their revoke is owed, and (True) when it is no longer."""
@@ -182,7 +184,10 @@ class Node:
         if models:
             self.models = {model.name: model for model in models}
             self.on_change(self)
-        self.was_hot = is_hot(self, self._settings.pool_high_pct, now)
+        hot = is_hot(self, self._settings.pool_high_pct, now)
+        if hot is not self.was_hot:
+            self.was_hot = hot
+            self.on_heat(self)
         self.dispatch()
 
     def _tell_of_lanes(self, own: int) -> None:
