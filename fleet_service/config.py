@@ -7,6 +7,7 @@ Durations end in `_s` (seconds), sizes in `_bytes`, `_tokens` counts tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -59,7 +60,7 @@ def _listen_address(text: str, usual_port: int) -> str:
 
 def _node_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     whole = [node_entry(address) for address in addresses]
-    twice = sorted({address for address in whole if whole.count(address) > 1})
+    twice = sorted(address for address, times in Counter(whole).items() if times > 1)
     if twice:
         raise ValueError(f"must name each node once, unlike {', '.join(twice)}")
     return tuple(whole)
