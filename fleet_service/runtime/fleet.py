@@ -133,6 +133,13 @@ class Fleet:
         """The nodes known to serve a model, up or not."""
         return list(self._by_model.get(model, {}).values())
 
+    def vocab_size(self, model: str) -> int:
+        """That of a model, by the first node that tells it; 0 = none does."""
+        for node in self._by_model.get(model, {}).values():
+            if size := node.models[model].vocab_size:
+                return size
+        return 0
+
     @property
     def models(self) -> Sequence[str]:
         return sorted(self._by_model)
