@@ -44,6 +44,9 @@ _log = structlog.get_logger(__name__)
 MAX_UNANSWERED = 4096
 """Commands, and cancelled runs, that a node may owe the answer or end of; with more the link is given up."""
 
+COMPANY_S = 0.01
+"""How long a revoke may wait for a frame that leaves anyway."""
+
 _ENVELOPE_BYTES = 64
 """What a frame needs at most beyond its commands and acknowledgements."""
 _COMMAND_BYTES = 8
@@ -97,6 +100,7 @@ class MuxLink:
         self._outgoing: dict[int, link_pb2.HeadCommand] = {}
         self._last_call_id = 0
         self._to_write = asyncio.Event()
+        self._leaves: asyncio.TimerHandle | None = None  # of what waits for company
         self._runs = RunTable(acknowledges=self._resumes, ack_due=self._to_write.set)
         self._ended: asyncio.Future[LinkError | None] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,8 +149,9 @@ class MuxLink:
         return await self._ask("cancel", request, lambda reply: _refusal(reply.cancel))
 
     def revoke(self, command: Revoke) -> asyncio.Future[Refusal | None]:
+        """Leaves with the next frame, for which it waits a little: by itself it costs what a frame costs."""
         request = link_pb2.HeadCommand(revoke=convert.revoke_request(command))
-        return self._ask("revoke", request, lambda reply: _refusal(reply.revoke))
+        return self._ask("revoke", request, lambda reply: _refusal(reply.revoke), company_s=COMPANY_S)
 
     async def renew_lease(self, lease_s: float, term: int) -> bool:
         request = link_pb2.HeadCommand(renew_lease=convert.renew_request(self._introduction, lease_s, term))
@@ -198,9 +203,16 @@ class MuxLink:
     # Asking
 
     def _ask(
-        self, kind: str, request: link_pb2.HeadCommand, read: Callable[[link_pb2.NodeReply], _T]
+        self,
+        kind: str,
+        request: link_pb2.HeadCommand,
+        read: Callable[[link_pb2.NodeReply], _T],
+        company_s: float = 0.0,
     ) -> asyncio.Future[_T]:
-        """Send a command; what `read` makes of its reply, or a LinkError. Many cost no task each."""
+        """Send a command; what `read` makes of its reply, or a LinkError. Many cost no task each.
+
+        `company_s`: how long it may wait for others to leave with.
+        """
         answer: asyncio.Future[_T] = self._loop.create_future()
         refused = self._cannot_post(kind, request)
         if refused is not None:
@@ -224,7 +236,7 @@ class MuxLink:
             timer.cancel()
             self._take_back(call_id)
 
-        call_id = self._post(kind, request, settle)
+        call_id = self._post(kind, request, settle, company_s)
         timer = self._loop.call_later(self._timeout_s, expire)
         answer.add_done_callback(over)
         return answer
@@ -242,13 +254,16 @@ class MuxLink:
             )
         return None
 
-    def _post(self, kind: str, request: link_pb2.HeadCommand, settle: _Settle) -> int:
+    def _post(self, kind: str, request: link_pb2.HeadCommand, settle: _Settle, company_s: float = 0.0) -> int:
         """Put a command in line. `settle` is called once, unless the command is taken back."""
         self._last_call_id += 1
         request.call_id = self._last_call_id
         self._asked[request.call_id] = _Asked(kind, settle)
         self._outgoing[request.call_id] = request
-        self._to_write.set()
+        if not company_s:
+            self._to_write.set()
+        elif self._leaves is None:
+            self._leaves = self._loop.call_later(company_s, self._to_write.set)
         return self._last_call_id
 
     def _take_back(self, call_id: int) -> bool:
@@ -279,6 +294,9 @@ class MuxLink:
 
     def _gather(self) -> link_pb2.HeadFrame | None:
         """The next frame: commands in their order, as many as fit, and what is to be acknowledged."""
+        if self._leaves is not None:
+            self._leaves.cancel()
+            self._leaves = None
         acks = self._runs.acks()
         if not self._outgoing and not acks:
             return None
@@ -357,6 +375,8 @@ class MuxLink:
         if self._ended.done():
             return False
         self._ended.set_result(error)
+        if self._leaves is not None:
+            self._leaves.cancel()
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:

@@ -67,9 +67,10 @@ class Driver:
         self._fleet = fleet
         self._context = context
         self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
-        moves = [event for _index, event in generation.log.marks if isinstance(event, Moved)]
-        sure = [move for move in moves if move.cause not in _MAY_HAVE_COST_NOTHING]
-        self._budget.taken_up(generation.log.received, sure)
+        if reservation is None:
+            moves = [event for _index, event in generation.log.marks if isinstance(event, Moved)]
+            sure = [move for move in moves if move.cause not in _MAY_HAVE_COST_NOTHING]
+            self._budget.taken_up(generation.log.received, sure)
         self._last: Attempt | None = None
         self._kept: Place | None = None
         self._seen_alive = False
