@@ -163,6 +163,7 @@ class Fleet:
             size = self._vocabularies[model] = next((size for size in sizes if size), 0)
         return size
 
+    @property
     def models(self) -> Sequence[str]:
         return sorted(self._by_model)
 
