@@ -312,8 +312,8 @@ class FakeHead:
         self._take("list_models")
         return [ModelSummary(MODEL, 1, 2)]
 
-    def list_nodes(self) -> list[NodeInfo]:
-        self._take("list_nodes")
+    async def all_nodes(self) -> list[NodeInfo]:
+        self._take("all_nodes")
         return [NODE]
 
     def list_names(self) -> list[NameInfo]:
