@@ -298,6 +298,7 @@ def _listeners(
         new_request_id=lambda: f"req-{rng.getrandbits(64):016x}",
         limits=_limits(config),
         max_request_bytes=config.listen.max_message_bytes,
+        max_open_calls=config.listen.max_open_calls,
         reflection=config.listen.reflection,
     )
     callers_tls, admin_tls = config.callers_tls.files(), config.admin_tls.files()

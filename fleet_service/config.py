@@ -110,6 +110,8 @@ class ListenConfig(_Section):
     """Most token ids in one request"""
     max_engine_options_bytes: int = Field(64 * 1024, ge=0, le=1024 * 1024)
     """Largest engine options of a session"""
+    max_open_calls: int = Field(16_384, ge=1, le=1_000_000)
+    """Calls that may be open at once on one connection of Connect"""
 
     @model_validator(mode="after")
     def _apart(self) -> Self:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import structlog
 
@@ -18,9 +19,11 @@ from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.observer import GenerationTrace
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
-from fleet_service.runtime.tokenlog import Reader, TokenLog, comes_back
+from fleet_service.runtime.tokenlog import Follower, Reader, TokenLog, comes_back
 
 log = structlog.get_logger(__name__)
+
+FollowerT = TypeVar("FollowerT", bound=Follower)
 
 # How long an accepted generation under CANCEL waits for its first reader.
 FIRST_READER_S = 10.0
@@ -74,7 +77,7 @@ class Generation:
         self._loop = loop
         self._settings = settings
         self._on_decided = on_decided
-        self._readers: dict[Reader, None] = {}  # in the order they came
+        self._readers: dict[Follower, None] = {}  # in the order they came
         self._queued_s = 0.0
         self._left = False
         self._waits_from_s: float | None = None
@@ -226,6 +229,15 @@ class Generation:
 
         Raises FleetError INDEX_OUT_OF_RANGE, DATA_LOSS, LIMIT_EXCEEDED or HEAD_DRAINING.
         """
+        self._check_attach(from_index, branch)
+        return self._reads(Reader(self.log, from_index, self._reader_gone))
+
+    def follow(self, from_index: int, branch: int, on_news: Callable[[], None]) -> Follower:
+        """As `attach`, of one who is told of news by a callback."""
+        self._check_attach(from_index, branch)
+        return self._reads(Follower(self.log, from_index, self._reader_gone, on_news))
+
+    def _check_attach(self, from_index: int, branch: int) -> None:
         if self._left:
             raise comes_back(from_index)
         sure = self.log.sure_index(branch)
@@ -254,12 +266,13 @@ class Generation:
                 metadata={"limit": "max_readers_per_generation", "value": str(limit)},
                 retry_after_s=1.0,
             )
-        reader = Reader(self.log, from_index, self._reader_gone)
+
+    def _reads(self, reader: FollowerT) -> FollowerT:
         self._readers[reader] = None
         self._somebody_reads()
         return reader
 
-    def _reader_gone(self, reader: Reader) -> None:
+    def _reader_gone(self, reader: Follower) -> None:
         self._readers.pop(reader, None)
         if not self._readers and self.finished is None and not self._left:
             self._nobody_reads(first=False)

@@ -173,18 +173,21 @@ class Cursor:
         """The terminal event was taken."""
         return self._done
 
-    def take(self) -> list[Event]:
-        """All events that are new, in order; empty when there are none."""
+    def take(self, most_tokens: int | None = None) -> list[Event]:
+        """All events that are new, in order, up to so many tokens; empty when there are none."""
         events: list[Event] = []
         if not self._opened:
             self._open(events)
+        stop = self._log.visible
+        if most_tokens is not None and stop - self._index > most_tokens:
+            stop = self._index + most_tokens
         marks, marks_visible = self._log.marks, self._log.marks_visible
-        while self._mark < marks_visible and marks[self._mark][0] <= self._log.visible:
+        while self._mark < marks_visible and marks[self._mark][0] <= stop:
             position, event = marks[self._mark]
             self._tokens_up_to(position, events)
             events.append(event)
             self._mark += 1
-        self._tokens_up_to(self._log.visible, events)
+        self._tokens_up_to(stop, events)
         finished = self._log.ended
         if finished is not None and not self._done and self._index >= self._log.received:
             events.append(finished)
@@ -206,24 +209,70 @@ class Cursor:
             self._index = position
 
 
-class Reader:
-    """A cursor that can be awaited. `on_close` is called once, when the reader goes."""
+class Follower:
+    """One reader, told by `on_news`, in the step they come, of news; `on_close`: once, when it goes."""
 
-    __slots__ = ("_closed", "_cursor", "_left", "_log", "_on_close", "_waiter")
+    __slots__ = ("_closed", "_cursor", "_left", "_log", "_on_close", "_on_news")
 
-    def __init__(self, log: TokenLog, from_index: int, on_close: Callable[[Reader], None]) -> None:
+    def __init__(
+        self,
+        log: TokenLog,
+        from_index: int,
+        on_close: Callable[[Follower], None],
+        on_news: Callable[[], None],
+    ) -> None:
         self._log = log
         self._cursor = Cursor(log, from_index)
         self._on_close = on_close
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_news = on_news
         self._closed = False
         self._left = False
-        log.subscribe(self._wake)
+        log.subscribe(on_news)
 
     @property
     def branch(self) -> int:
         """That of the log."""
         return self._log.branch
+
+    @property
+    def done(self) -> bool:
+        """The terminal event was taken, or the reader has gone: there is no more."""
+        return self._closed or self._cursor.done
+
+    def take(self, most_tokens: int | None = None) -> list[Event]:
+        """Everything new, up to so many tokens; empty when there is nothing.
+
+        Raises FleetError HEAD_DRAINING after leave(), once all there is was taken.
+        """
+        events = self._cursor.take(most_tokens)
+        if self._left and not self.done and self._cursor.index >= self._log.visible:
+            if not events:
+                raise comes_back(self._cursor.index)
+            self._on_news()
+        return events
+
+    def leave(self) -> None:
+        """The head ends: once this one has what there is, it is told where to come back to."""
+        self._left = True
+        self._on_news()
+
+    def close(self) -> None:
+        """The reader is gone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._log.unsubscribe(self._on_news)
+        self._on_close(self)
+
+
+class Reader(Follower):
+    """A follower that waits for news."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self, log: TokenLog, from_index: int, on_close: Callable[[Follower], None]) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        super().__init__(log, from_index, on_close, self._wake)
 
     async def read(self) -> list[Event]:
         """Everything new, waiting for something.
@@ -231,32 +280,20 @@ class Reader:
         Raises RuntimeError after the terminal event or close(), FleetError HEAD_DRAINING after leave().
         """
         while True:
-            if self._closed or self._cursor.done:
+            if self.done:
                 raise RuntimeError("this reader has ended")
-            events = self._cursor.take()
+            events = self.take()
             if events:
                 return events
-            if self._left:
-                raise comes_back(self._cursor.index)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
 
-    def leave(self) -> None:
-        """The head ends: once this one has what there is, it is told where to come back to."""
-        self._left = True
-        self._wake()
-
     def close(self) -> None:
-        """The reader is gone. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._log.unsubscribe(self._wake)
+        super().close()
         self._wake()
-        self._on_close(self)
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -53,7 +53,9 @@ class Watched:
         async def quiet() -> Scrape:
             while True:
                 scrape = await self.scraper.scrape()
-                if not scrape.of("fleet_rpcs_in_flight") and not scrape["fleet_generations_running"]:
+                calls = scrape.of("fleet_rpcs_in_flight")
+                connections = scrape.of("fleet_rpcs_in_flight", method=f"{SERVICE}/Connect")
+                if calls == connections and not scrape["fleet_generations_running"]:
                     return scrape
 
         return await asyncio.wait_for(quiet(), PATIENCE_S)
