@@ -49,11 +49,12 @@ jaeger-program: $(JAEGER)
 test: $(GENERATED) ## Run the tests, without the slow ones
 	$(PYTEST) tests -m "not slow"
 
-test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other links, SEEDS simulation seeds
+test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other links, Connect, SEEDS simulation seeds
 	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow" --ignore=tests/clients
 	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests/sim -m "not slow"
 	FLEET_E2E_KIND=link $(PYTEST) tests/e2e -m "not slow"
 	FLEET_E2E_KIND=join $(PYTEST) $(JOINED) -m "not slow"
+	FLEET_E2E_KIND=connect $(PYTEST) tests/e2e -m "not slow"
 
 test-clients: $(GENERATED) ## Build the example clients and run them (needs Go, Java with Maven, Node)
 	$(PYTEST) tests/clients

@@ -6,6 +6,7 @@ Nothing here is kept beyond the run: `serve` can be called again, in the same pr
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import random
 import signal
@@ -60,6 +61,9 @@ from fleet_service.web.stories import Stories
 _HEALTH_PERIOD_S = 0.5
 # How long streams get to carry their last event out, once every generation has ended.
 _FLUSH_S = 2.0
+GARBAGE_THRESHOLDS = (10_000, 5, 100)
+"""When Python looks for cycles. Finished answers are kept by the thousands and are none: looking through them
+all holds every stream up, and with Python's own thresholds it is a fifth of what short requests cost."""
 
 _log = structlog.get_logger(__name__)
 
@@ -109,6 +113,7 @@ def run(config: FleetConfig, announce: Callable[[str], None]) -> None:
     """
     configure_logging(sys.stderr, config.log.level, config.log.format)
     warn_of_clear_tokens(config)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve_until_signal(config, announce))
 

@@ -83,7 +83,11 @@ class ConnectedStream:
         Tokens come once in a message, so what follows an event behind them waits for the next one. Raises
         FleetError when there is no more and the generation has not ended.
         """
-        events = self._held or self._take(room_tokens)
+        events, self._held = self._held, []
+        if events:
+            self._news()  # there may be more behind them
+        else:
+            events = self._take(room_tokens)
         tokens = 0
         for position, event in enumerate(events):
             if isinstance(event, Finished):
@@ -99,7 +103,6 @@ class ConnectedStream:
                 tokens = len(event.token_ids)
             else:
                 self._write_event(response, event)
-        self._held = []
         return tokens
 
     def _take(self, room_tokens: int) -> list[Event]:
@@ -182,18 +185,22 @@ class Outbound:
             limits, self._limits = self._limits, None
             return fleet.ConnectResponse(limits=limits)
         while not self._aborted:
-            if self._ready or self._replies:
-                response = self._gather()
-                if response is not None:
-                    return response
-            elif self._finishing or (self._ends_when_idle and self._idle()):
-                return None
-            else:
-                self._waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiter
-                finally:
-                    self._waiter = None
+            response = self.ready_message()
+            if response is not None or self._finishing or (self._ends_when_idle and self._idle()):
+                return response
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return None
+
+    def ready_message(self) -> fleet.ConnectResponse | None:
+        """What is ready, as much as one message may hold; None when there is nothing."""
+        while self._ready or self._replies:
+            response = self._gather()
+            if response is not None:
+                return response
         return None
 
     def _wake(self) -> None:

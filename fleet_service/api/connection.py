@@ -8,7 +8,7 @@ running stream has none (api/connected_streams.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -37,6 +37,8 @@ _NAMES_A_SESSION: Final = frozenset(
 )
 _CALLS_IN_ONE_STEP: Final = 64
 """Calls of one message that are begun before others have their turn."""
+_PARTS_IN_ONE_STEP: Final = 512
+"""Closes and credits, which cost little."""
 _MAX_WAITING: Final = 1024
 """Calls under way that are no streams, and replies not sent yet, with which reading goes on."""
 
@@ -92,6 +94,14 @@ class _ConnectedCall:
     def ended(self, code: str, reason: str = "") -> None:
         self.over = True
         self._trace.ended(code, reason)
+
+
+async def _in_turns(parts: Sequence[Any], take: Callable[[Any], None]) -> None:
+    """Take each, and let others have their turn between: a message may hold millions of them."""
+    for number, part in enumerate(parts, start=1):
+        take(part)
+        if number % _PARTS_IN_ONE_STEP == 0:
+            await asyncio.sleep(0)
 
 
 class Connection:
@@ -159,10 +169,8 @@ class Connection:
         try:
             while (read := await self._call.read()) is not None:
                 request, refusal = read
-                for call_id in request.closed_call_ids:
-                    self._close(call_id)
-                for credit in request.credits:
-                    self._grant(credit)
+                await _in_turns(request.closed_call_ids, self._close)
+                await _in_turns(request.credits, self._grant)
                 await self._begin_all(request, refusal)
             while self._tasks:
                 await asyncio.wait(set(self._tasks))

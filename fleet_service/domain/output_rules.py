@@ -87,18 +87,18 @@ class OutputRules:
         Returns how many of them are delivered, the ending one included, and how the output ends there (None:
         it goes on). After the end nothing more is delivered and the same end is returned.
         """
-        end = self.end_now()
-        if end is not None:
-            return 0, end
         room = self._max_new_tokens - self._count
-        new = list(token_ids[:room])
-        taken = len(new)
-        if not self._watched.isdisjoint(new):
-            taken, self._end = self._first_match(new)
+        if self._end is not None or not room:
+            return 0, self.end_now()
+        taken = len(token_ids)
+        if taken > room:
+            token_ids, taken = token_ids[:room], room
+        if not self._watched.isdisjoint(token_ids):
+            taken, self._end = self._first_match(list(token_ids))
         self._count += taken
         if self._keep:
-            self._tail = (self._tail + new[:taken])[-self._keep :]
-        return taken, self.end_now()
+            self._tail = [*self._tail, *token_ids[:taken]][-self._keep :]
+        return taken, self.end_now() if taken == room else self._end
 
     def _first_match(self, new: list[int]) -> tuple[int, OutputEnd | None]:
         output = self._tail + new

@@ -81,7 +81,8 @@ class Attempt:
         self.binding = binding
         self.epoch = binding.epoch
         self.tokens = 0
-        self.last_sign_s = context.loop.time()
+        self._clock = context.loop.time
+        self.last_sign_s = self._clock()
         self._context = context
         self._reservation = reservation
         self._link = link
@@ -279,7 +280,7 @@ class Attempt:
     ) -> None:
         if self._over or self._ended.done():
             return
-        now_s = self._context.loop.time()
+        now_s = self._clock()
         self.last_sign_s = now_s
         if refusal is not None:
             self._fail(self._failure_of(refusal))
@@ -302,7 +303,8 @@ class Attempt:
 
     def _take_tokens(self, first_index: int, token_ids: Sequence[int], now_s: float) -> bool:
         generation = self.generation
-        have = generation.log.received
+        log = generation.log
+        have = log.received
         if first_index > have:
             self._fail(self._failure(FailureClass.INDEX_GAP, f"index {first_index} came, {have} was next"))
             return False
@@ -315,10 +317,10 @@ class Attempt:
                 )
                 return False
             self._reservation.caught_up()
-            self._stall.enter(Phase.DECODE, now_s, token=True)
+            self._stall.token(now_s)
             generation.deliver(new, now_s)
-            self.tokens += generation.log.received - have
-        return generation.finished is None
+            self.tokens += log.received - have
+        return log.finished is None
 
     def _confirm(self) -> None:
         """The first answer to a run that carried its own assign and append."""

@@ -181,7 +181,7 @@ class Fleet:
         """The node that takes `demand`. Raises FleetError as domain.placement.choose does."""
         known = self.serving(demand.model) if among is None else among
         limit = self._settings.queue_limit_per_node
-        chosen = choose(known, self.nodes, demand, self._policy, self._clock(), limit)
+        chosen = choose(known, self._nodes.values(), demand, self._policy, self._clock(), limit)
         return self._nodes[chosen.name]
 
     def bind(self, session: Session, demand: Demand) -> Node:
@@ -232,7 +232,7 @@ class Fleet:
         """A reservation for the generation's next attempt. Raises QueueFullError."""
         return node.reserve(
             generation.qos,
-            self.demand_of(generation),
+            partial(self.demand_of, generation),
             replays=replays,
             generation_id=generation.generation_id,
         )

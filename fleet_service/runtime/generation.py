@@ -137,17 +137,18 @@ class Generation:
 
     def deliver(self, token_ids: Sequence[int], now_s: float) -> None:
         """Add the next tokens; decides the generation when they end it. Nothing after the decision."""
-        if self.finished is not None or self._left:
+        log = self.log
+        if log.finished is not None or self._left:
             return
         taken, end = self.rules.accept(token_ids)
         if taken:
-            if not self.log.received:
+            if not log.received:
                 self._first_token_s = now_s
                 self.trace.first_token()
             elif self._last_token_s and now_s - self._last_token_s > self._longest_gap_s:
                 self._longest_gap_s = now_s - self._last_token_s
             self._last_token_s = now_s
-            self.log.append(token_ids if taken == len(token_ids) else token_ids[:taken])
+            log.append(token_ids if taken == len(token_ids) else token_ids[:taken])
         if end is not None:
             self.decide_end(end)
 

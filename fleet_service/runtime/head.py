@@ -285,7 +285,8 @@ class Head:
     async def _finish(self, session_id: str, owner: str | None) -> SessionView:
         session = self.sessions.get(session_id, owner)
         self.generations.check_not_left(session)
-        view = self.sessions.remove(session)
+        view = session.view()
+        self.sessions.remove(session)
         self.generations.cancel_session(session)
         await session.settle()
         return view

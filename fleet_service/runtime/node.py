@@ -78,6 +78,7 @@ class Node:
         # When the lease of each of this head's terms that has anything here was last renewed.
         self.leases: dict[int, float] = {}
         self.running: dict[Reservation, None] = {}
+        self._replaying: set[Reservation] = set()  # of them
         self.queue: LaneQueue[Reservation] = LaneQueue(settings.queue_limit_per_node)
         self.reservations = 0
         self.outbox: dict[str, OwedRevoke] = {}
@@ -259,7 +260,7 @@ class Node:
     # Reservations, lanes and the queue at the head
 
     def reserve(
-        self, qos: Qos, demand: Demand, *, replays: bool = False, generation_id: str = ""
+        self, qos: Qos, demand: Callable[[], Demand], *, replays: bool = False, generation_id: str = ""
     ) -> Reservation:
         """Count an attempt here and let it wait for a lane. Raises QueueFullError.
 
@@ -274,12 +275,14 @@ class Node:
 
     def dispatch(self) -> None:
         """Give free lanes to those that wait."""
-        while self.usable and len(self.running) < self.lanes:
+        while self.queue and self.usable and len(self.running) < self.lanes:
             reservation = self._next_waiting()
             if reservation is None:
                 break
             reservation.ticket = None
             self.running[reservation] = None
+            if reservation.replays:
+                self._replaying.add(reservation)
             if not reservation.granted.done():
                 reservation.granted.set_result(Grant.LANE)
         self.on_room()
@@ -287,8 +290,7 @@ class Node:
     @property
     def may_replay(self) -> bool:
         """Fewer prefill again here, after a failure or a move, than may."""
-        replaying = sum(reservation.replays for reservation in self.running)
-        return replaying < self._settings.replays_at_once
+        return len(self._replaying) < self._settings.replays_at_once
 
     @property
     def has_room_for_move(self) -> bool:
@@ -305,6 +307,11 @@ class Node:
                 return reservation
         return None
 
+    def replayed(self, reservation: Reservation) -> None:
+        """It has what was prefilled again."""
+        self._replaying.discard(reservation)
+        self.dispatch()
+
     def forget(self, reservation: Reservation) -> None:
         """Reservation.release() calls this, once."""
         self.reservations -= 1
@@ -312,6 +319,7 @@ class Node:
             self.queue.remove(reservation.ticket)
             reservation.ticket = None
         self.running.pop(reservation, None)
+        self._replaying.discard(reservation)
         if not reservation.granted.done():
             reservation.granted.cancel()
         self.dispatch()

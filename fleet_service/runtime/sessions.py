@@ -284,9 +284,8 @@ class Sessions:
         self.used(session)
         return session.view()
 
-    def remove(self, session: Session) -> SessionView:
+    def remove(self, session: Session) -> None:
         """The session is over; its node is owed a revoke."""
-        view = session.view()
         session.finished = True
         self._use.leave_node(session)
         if self._by_id.pop(session.session_id, None) is not None:
@@ -296,7 +295,6 @@ class Sessions:
             self._context_tokens -= len(session.context)
             session.context = Context()  # its last generation may be kept for long
             self._use.forget(session)
-        return view
 
     def extend_context(self, session: Session, token_ids: Sequence[int]) -> None:
         """A generation's output joins the context."""

@@ -38,6 +38,7 @@ class StallWatch:
         self._prefill_rate = prefill_rate
         self._stalled = stalled
         self._phase: Phase | None = None
+        self._decodes = False  # that phase
         self._seen: tuple[Phase, ...] = ()
         self._progress_s = loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -54,22 +55,28 @@ class StallWatch:
             self._timer.cancel()
             self._timer = None
 
-    def enter(self, phase: Phase, now_s: float, *, token: bool = False) -> None:
-        """Told of a phase, or of a token: progress, unless the phase was there since the last token.
+    def enter(self, phase: Phase, now_s: float) -> None:
+        """Told of a phase: progress, unless it was there since the last token.
 
         To leave the queue, which it enters but once, is progress too.
-        From the first token on the prefill is allowed nothing more.
         """
-        if token:
-            self._seen = ()
-        elif phase is self._phase or (phase in self._seen and self._phase is not Phase.QUEUED):
+        if phase is self._phase or (phase in self._seen and self._phase is not Phase.QUEUED):
             return
-        else:
-            self._seen += (phase,)
-        decodes = phase is Phase.DECODE and self._phase is not Phase.DECODE
+        self._seen += (phase,)
+        self._progress(phase, now_s)
+
+    def token(self, now_s: float) -> None:
+        """Told of a token: progress. From the first one on the prefill is allowed nothing more."""
         self._progress_s = now_s
-        self._phase = phase
-        if decodes and self._timer is not None:
+        if self._seen or not self._decodes:
+            self._seen = ()
+            self._progress(Phase.DECODE, now_s)
+
+    def _progress(self, phase: Phase, now_s: float) -> None:
+        begins_to_decode = phase is Phase.DECODE and not self._decodes
+        self._progress_s = now_s
+        self._phase, self._decodes = phase, phase is Phase.DECODE
+        if begins_to_decode and self._timer is not None:
             self.stop()
             self._watch()
 

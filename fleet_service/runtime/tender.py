@@ -123,7 +123,7 @@ class Tender:
                 if looked_at >= REBALANCE_LIMIT:
                     return
                 looked_at += 1
-                if self._better_elsewhere(node, reservation.demand, len(node.running) + place):
+                if self._better_elsewhere(node, reservation.demand(), len(node.running) + place):
                     node.send_elsewhere(reservation, Grant.MOVED)
                     break
 

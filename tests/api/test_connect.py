@@ -209,25 +209,6 @@ async def test_without_credit_a_stream_still_says_what_is_no_token(connected: Co
     assert (await connected.reply()).HasField("finished")
 
 
-async def test_a_long_stream_is_cut_so_that_others_come_in_between(connected: Connected) -> None:
-    long, short = connected.generation().log, None
-    long.append(range(200_000))
-    await connected.ask(1, complete=COMPLETE)
-    first = await connected.read()
-    short = connected.generation().log
-    short.append([7])
-    await connected.ask(2, complete=COMPLETE)
-    got, when = list(tokens_of(first)[1][1]), None
-    for number in range(2, 5):
-        found = tokens_of(await connected.read())
-        if 2 in found:
-            when = when or number
-        assert found.get(1, (len(got), []))[0] == len(got)
-        got += found.get(1, (0, []))[1]
-    assert when is not None
-    assert got == list(range(len(got)))
-
-
 async def test_one_refused_call_is_told_as_its_own_would_be_and_costs_no_other(connected: Connected) -> None:
     log = connected.generation().log
     await connected.ask(1, complete=COMPLETE)

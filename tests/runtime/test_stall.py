@@ -62,7 +62,10 @@ def tell(*moments: tuple[float, Phase | None]) -> Tell:
         loop = asyncio.get_running_loop()
         for at_s, phase in moments:
             await asyncio.sleep(at_s - loop.time())
-            watch.enter(phase or Phase.DECODE, loop.time(), token=phase is None)
+            if phase is None:
+                watch.token(loop.time())
+            else:
+                watch.enter(phase, loop.time())
 
     return telling
 
@@ -150,7 +153,7 @@ def test_what_came_while_the_head_itself_stood_still_is_heard_before_it_judges(a
         await asyncio.sleep(at_s)
         loop.stand_still(100.0)
         await asyncio.sleep(CONFIRM_STALL_S / 2)
-        watch.enter(Phase.DECODE, loop.time(), token=True)
+        watch.token(loop.time())
 
     heard_s = at_s + 100.0 + CONFIRM_STALL_S / 2
     assert stalled_after(telling) == pytest.approx(heard_s + STALL_S + CONFIRM_STALL_S)

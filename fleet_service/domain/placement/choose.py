@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleet_service.domain.node_types import Report
@@ -41,8 +41,8 @@ class Verdict:
 
 
 def choose(
-    nodes: Sequence[Candidate],
-    all_nodes: Sequence[Candidate],
+    nodes: Iterable[Candidate],
+    all_nodes: Iterable[Candidate],
     demand: Demand,
     policy: Policy,
     now_s: float,

@@ -54,7 +54,7 @@ def never(candidate: Candidate, demand: Demand) -> LeftOut | None:
         return None if is_unlearned(candidate) else LeftOut.MODEL
     if demand.model_revision and model.revision != demand.model_revision:
         return LeftOut.REVISION
-    if not carries_labels(candidate, demand):
+    if demand.selector and not carries_labels(candidate, demand):
         return LeftOut.LABEL
     if not holds(candidate, demand):
         return LeftOut.CONTEXT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.node_types import NodeState
@@ -23,7 +23,7 @@ _MIN_RETRY_AFTER_S = 0.1
 
 def refusal(
     nodes: Iterable[Candidate],
-    all_nodes: Sequence[Candidate],
+    all_nodes: Iterable[Candidate],
     demand: Demand,
     now_s: float,
     queue_limit: int = QUEUE_LIMIT,
