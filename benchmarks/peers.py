@@ -23,6 +23,13 @@ from examples.processes import Child, Children
 _INSTALL_TIMEOUT_S = 600.0
 _LITELLM_WORKS = ("full-32", "one-1", "one-64", "arriving", "paced-128x50-4")
 
+_SURROUNDINGS = (
+    # Nothing is fetched from outside, and nobody is asked who he is.
+    "LITELLM_LOCAL_MODEL_COST_MAP=True",
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY=true",
+    "LITELLM_LOG=ERROR",
+)
+
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fleet-bench"
@@ -35,7 +42,7 @@ def haproxy_config(port: int, sources: Sequence[str]) -> str:
     servers = "\n".join(f"    server s{i} {address} proto h2" for i, address in enumerate(sources))
     return f"""\
 global
-    maxconn 25000
+    maxconn 9000
     tune.h2.max-concurrent-streams 2000
 defaults
     mode http
@@ -205,8 +212,7 @@ class Router:
         program, port = await self._installed(), free_port()
         workers = [await start_worker(children, nodes.rate, number) for number in range(nodes.number)]
         flags = self.flags(port, [address for address, _ in workers], children.folder)
-        # Nothing is fetched from outside.
-        command = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True", "LITELLM_LOG=ERROR", str(program), *flags]
+        command = ["env", *_SURROUNDINGS, str(program), *flags]
         child = await start_listening(children, self.package, command, port, _INSTALL_TIMEOUT_S)
         return Running(f"127.0.0.1:{port}", [child], [worker for _, worker in workers])
 

@@ -12,6 +12,7 @@ import grpc
 from benchmarks.grpc_way import MODEL
 from benchmarks.loads import callers_address, head_command
 from benchmarks.processes import python
+from benchmarks.works import CHIEF
 from examples.processes import Child, Children, ChildFailedError, command_of
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
@@ -187,23 +188,15 @@ async def nodes_are_up(address: str, number: int) -> None:
     raise ChildFailedError(f"{number} nodes did not come up in {_UP_TIMEOUT_S:.0f} s")
 
 
-def serves_connect() -> bool:
-    """Whether this head has the RPC Connect."""
-    from fleet_service.api.methods import METHODS
-
-    return any(name.endswith("/Connect") for name in METHODS)
-
-
 def ours(*, quick: bool) -> list[Target]:
     """All of them, without the peers."""
-    chief = tuple(key for key in ("full-128", "one-64", "paced-128x50-4"))
-    shapes = ("complete", "connect") if serves_connect() else ("complete",)
+    shapes = ("complete", "connect")
     base: list[Target] = [Direct("complete"), Direct("connect"), Bare("complete"), Bare("connect")]
     base += [Head(shape) for shape in shapes]
     if quick:
         return base
-    variants: list[Target] = [Head("complete", "plain"), Head("complete", "join", only=chief)]
+    variants: list[Target] = [Head("complete", "plain", only=CHIEF), Head("complete", "join", only=CHIEF)]
     for shape in shapes:
-        variants += [Head(shape, durability=how, only=chief) for how in ("relaxed", "strict")]
-        variants.append(Head(shape, traced=True, only=chief))
+        variants += [Head(shape, durability=how, only=CHIEF) for how in ("relaxed", "strict")]
+        variants.append(Head(shape, traced=True, only=CHIEF))
     return base + variants
