@@ -17,6 +17,7 @@ import time
 
 from benchmarks.calls import Call, Way
 from benchmarks.grpc_way import GrpcWay
+from benchmarks.node_way import NodeWay
 from benchmarks.plan import Outcome, Plan, count, due_s, plan_of, to_line
 from benchmarks.sse_way import SseWay
 from benchmarks.stamps import now_us
@@ -70,7 +71,7 @@ class Run:
         self._outcome.cpu_s = [now_s - self._outcome.cpu_s[0] if self._over else now_s]
 
     def _tally(self) -> bool:
-        return self._plan.once or (not self._over and self._from_us <= now_us() < self._until_us)
+        return not self._over and (self._plan.once or self._from_us <= now_us() < self._until_us)
 
     async def _fill(self) -> None:
         """Begin the first call of each slot, one after another."""
@@ -147,6 +148,8 @@ class Run:
 def way_of(plan: Plan, outcome: Outcome) -> Way:
     if plan.shape == "sse":
         return SseWay(plan.address, plan.slots)
+    if plan.shape == "link":
+        return NodeWay(plan.address)
     return GrpcWay(plan.address, plan.connections, outcome, connected=plan.shape == "connect")
 
 

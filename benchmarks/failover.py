@@ -40,6 +40,8 @@ _TOKENS = 300
 _HURT_AFTER_S = 2.5
 _UNTIL_S = 14.0
 _AGAIN_WITHIN_S = 20.0
+_ASKING = 32
+_ASKED_TOKENS = 10
 _FIRST = re.compile(r"first call at ([0-9.]+)")
 
 
@@ -124,7 +126,7 @@ def lost_of(name: str, how: str, outcome: Outcome, again_s: float | None) -> Los
 
 
 async def _head_again(children: Children, running: Running, victim: Child) -> float | None:
-    """Ask for one token again and again until the node that came back gives it."""
+    """Callers go on asking until one is given the node that came back."""
     command = list(victim.command)
     name = command[command.index("--identity") + 1]
     address = re.search(r"on (\S+:\d+)", victim.log.read_text(encoding="utf-8"))
@@ -134,12 +136,20 @@ async def _head_again(children: Children, running: Running, victim: Child) -> fl
         fleet: FleetServiceAsyncStub = FleetServiceStub(channel)
         await start_node(children, _NODES, name, listen=address[1])
         served_s = time.monotonic()
-        while time.monotonic() < served_s + _AGAIN_WITHIN_S:
-            async for response in fleet.Complete(request_of(1, 0)):
-                if response.event.started.node == name:
-                    return time.monotonic() - served_s
-            await asyncio.sleep(0.005)
-    return None
+
+        async def ask_on() -> None:
+            while True:
+                async for response in fleet.Complete(request_of(_ASKED_TOKENS, 0)):
+                    if response.event.started.node == name:
+                        return
+
+        asking = [asyncio.ensure_future(ask_on()) for _ in range(_ASKING)]
+        done, _ = await asyncio.wait(asking, timeout=_AGAIN_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        again_s = time.monotonic() - served_s
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        return again_s if done else None
 
 
 async def _peer_again(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks.failover import SILENCE_S
 from benchmarks.measure import Result
 from benchmarks.plan import spread
-from benchmarks.targets import Direct, Head
+from benchmarks.targets import Direct, DirectNodes, Head
 
 if TYPE_CHECKING:
     from benchmarks.suite import Everything
@@ -42,7 +42,7 @@ class Summary:
         return self.middle(work, target, lambda r: r.us_per_request if r.us_per_token is None else r.us_per_token)
 
     def added_ms(self, work: str, target: str, percent: int) -> float | None:
-        """How much longer tokens are on their way than from a source that is called in the same shape."""
+        """How much longer tokens are on their way than without what is in the middle."""
         direct = _direct_of(target)
         ways = [
             self.middle(work, name, lambda r: r.way_p50_ms if percent == 50 else r.way_p99_ms)
@@ -54,7 +54,9 @@ class Summary:
 
 
 def _direct_of(target: str) -> str:
-    if target.startswith("head, Connect") or target in ("bare relay, gathered", "direct (connect)"):
+    if target.startswith("head"):
+        return DirectNodes().name
+    if target in ("bare relay, gathered", "direct (connect)"):
         return Direct("connect").name
     if target in (SGLANG, VLLM, "litellm", "direct (SSE)"):
         return "direct (SSE)"

@@ -62,6 +62,8 @@ class _Completes:
                 call.finish(_failure(event.finished), now)
             elif event.HasField("moved"):
                 call.moved = True
+        if end:
+            self.on_headers(stream, end=True)
 
     def on_reset(self, stream: int) -> None:
         self.on_headers(stream, end=True)
@@ -121,6 +123,8 @@ class _Connected:
                 if call := self._calls.pop(reply.call_id, None):
                     refused = reply.HasField("error")
                     call.finish(reply.error.message if refused else _failure(reply.finished), now)
+        if end:
+            self._lose(_ENDED)
 
     def _take(self, tokens: pb.TokenColumns, now: int) -> None:
         ids = tokens.token_ids

@@ -36,8 +36,10 @@ CONTEXT_TOKENS = 1_000
 _AT_ONCE = 64
 _WARM_UP = 200
 _STREAMS_RATE = 0.5
+_COUNTED_S = 4.0
+"""Two tokens of each stream."""
 _OPEN_S = 25.0
-_PEERS_OPEN_S = 6.0
+_PEERS_OPEN_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +139,14 @@ async def open_streams(drivers: Drivers, folder: Path, target: Target, streams: 
         await begun.outcome()
         before = all_rss_bytes(running.pids)
         open_s = _OPEN_S if streams == STREAMS else _PEERS_OPEN_S
-        plan = Plan(target.shape, running.address, streams, 1_000, 50, open_s - 3.0, open_s)
+        plan = Plan(target.shape, running.address, streams, 1_000, 50, open_s - _COUNTED_S, open_s)
         begun = await drivers.prepare(plan)
         begin_s = await begun.go()
         await asyncio.sleep(max(begin_s + open_s - 0.2 - time.monotonic(), 0))
         after = all_rss_bytes(running.pids)
         outcome = await begun.outcome()
-        # Each had its tokens of the last 3 s, or was not open.
-        opened = min(round(outcome.tokens / _STREAMS_RATE / 3.0), streams)
+        # Each had its tokens of that time, or was not open.
+        opened = min(round(outcome.tokens / _STREAMS_RATE / _COUNTED_S), streams)
         if opened < streams * 0.8:
             raise RuntimeError(f"only {opened} of {streams} streams were open: {outcome.failure}")
     return Memory(target.name, "open stream", opened, (after - before) / opened, after / 1e6)

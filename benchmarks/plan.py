@@ -25,7 +25,7 @@ class Plan:
     """
 
     shape: str
-    """complete, connect or sse."""
+    """complete, connect, sse, or link (nodes by themselves)."""
     address: str
     slots: int
     tokens: int

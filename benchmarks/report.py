@@ -13,7 +13,6 @@ from benchmarks.works import BY_KEY
 if TYPE_CHECKING:
     from benchmarks.suite import Everything
 
-DIRECT = {"complete": "direct (complete)", "connect": "direct (connect)", "sse": "direct (SSE)"}
 _NONE = "–"
 
 

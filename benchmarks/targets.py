@@ -59,7 +59,7 @@ class Target(Protocol):
     def name(self) -> str: ...
     @property
     def shape(self) -> str:
-        """How it is called: complete, connect or sse."""
+        """How it is called (`benchmarks.plan.Plan.shape`)."""
 
     @property
     def only(self) -> Sequence[str]:
@@ -97,6 +97,19 @@ class Direct:
     async def start(self, children: Children, nodes: Nodes) -> Running:
         addresses, sources = await start_sources(children, Nodes(nodes.rate, nodes.lanes, 1), self.shape)
         return Running(addresses[0], (), sources)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectNodes:
+    """Callers speak to nodes as a head does, over a link to each."""
+
+    name: str = "direct to nodes (Link)"
+    shape: str = "link"
+    only: Sequence[str] = ()
+
+    async def start(self, children: Children, nodes: Nodes) -> Running:
+        addresses, started = await start_nodes(children, nodes)
+        return Running(",".join(addresses), (), started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,7 @@ async def nodes_are_up(address: str, number: int) -> None:
 def ours(*, quick: bool) -> list[Target]:
     """All of them, without the peers."""
     shapes = ("complete", "connect")
-    base: list[Target] = [Direct("complete"), Direct("connect"), Bare("complete"), Bare("connect")]
+    base: list[Target] = [DirectNodes(), Direct("complete"), Direct("connect"), Bare("complete"), Bare("connect")]
     base += [Head(shape) for shape in shapes]
     if quick:
         return base
