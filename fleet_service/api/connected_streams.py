@@ -91,7 +91,7 @@ class ConnectedStream:
         tokens = 0
         for position, event in enumerate(events):
             if isinstance(event, Finished):
-                response.replies.add(call_id=self.call_id, finished=convert.finished_message(event))
+                convert.write_finished(response.replies.add(call_id=self.call_id).finished, event)
                 self._out.over(self, None)
                 self.close()
             elif tokens:

@@ -225,25 +225,29 @@ def model_summary_message(summary: ModelSummary) -> fleet.ModelSummary:
 
 
 def finished_message(event: Finished) -> fleet.Finished:
-    timings = event.timings
-    message = fleet.Finished(
-        reason=_FINISH_REASONS[event.reason],
-        stop_index=event.stop_index,
-        context_tokens=event.context_tokens,
-        output_tokens=event.output_tokens,
-        attempts=event.attempts,
-        timings=fleet.Timings(
-            queued_ms=milliseconds(timings.queued_s),
-            first_token_ms=None if timings.first_token_s is None else milliseconds(timings.first_token_s),
-            total_ms=milliseconds(timings.total_s),
-            longest_gap_ms=milliseconds(timings.longest_gap_s),
-        ),
-    )
-    if event.error is not None:
-        message.error.reason = event.error.reason.value
-        message.error.message = event.error.message
-        message.error.metadata.update(event.error.metadata)
+    message = fleet.Finished()
+    write_finished(message, event)
     return message
+
+
+def write_finished(target: fleet.Finished, event: Finished) -> None:
+    """Put `event` into `target`, which is empty."""
+    target.reason = _FINISH_REASONS[event.reason]
+    if event.stop_index is not None:
+        target.stop_index = event.stop_index
+    target.context_tokens = event.context_tokens
+    target.output_tokens = event.output_tokens
+    target.attempts = event.attempts
+    timings, times = event.timings, target.timings
+    times.queued_ms = milliseconds(timings.queued_s)
+    if timings.first_token_s is not None:
+        times.first_token_ms = milliseconds(timings.first_token_s)
+    times.total_ms = milliseconds(timings.total_s)
+    times.longest_gap_ms = milliseconds(timings.longest_gap_s)
+    if event.error is not None:
+        target.error.reason = event.error.reason.value
+        target.error.message = event.error.message
+        target.error.metadata.update(event.error.metadata)
 
 
 def moved_message(event: Moved) -> fleet.Moved:
@@ -260,7 +264,7 @@ def moved_message(event: Moved) -> fleet.Moved:
 def cancel_message(result: CancelResult) -> fleet.CancelGenerationResponse:
     message = fleet.CancelGenerationResponse(outcome=_OUTCOMES[result.outcome])
     if result.finished is not None:
-        message.finished.CopyFrom(finished_message(result.finished))
+        write_finished(message.finished, result.finished)
     return message
 
 
@@ -288,7 +292,7 @@ def _moved(target: fleet.GenerationEvent, event: Moved) -> None:
 
 
 def _finished(target: fleet.GenerationEvent, event: Finished) -> None:
-    target.finished.CopyFrom(finished_message(event))
+    write_finished(target.finished, event)
 
 
 _EVENTS: Mapping[type[Event], Callable[[fleet.GenerationEvent, Any], None]] = {
