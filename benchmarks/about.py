@@ -44,9 +44,7 @@ async def about(targets: Sequence[Target], runs: int) -> About:
                 versions[target.name] = await target.version()
             except SkippedError as error:
                 versions[target.name] = f"skipped: {error}"
-    return About(
-        runs, os.cpu_count() or 0, _processor(), platform.platform(), versions, os.getloadavg()[0]
-    )
+    return About(runs, os.cpu_count() or 0, _processor(), platform.platform(), versions, os.getloadavg()[0])
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from itertools import count, cycle
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 def relaying(addresses: Sequence[str]) -> Handler:
     """Passes every message on as it comes, without looking into it."""
-    sources = cycle(
+    sources: Iterator[Any] = cycle(
         [grpc.aio.insecure_channel(address).unary_stream(f"/{_SERVICE}/Complete") for address in addresses]
     )
 
@@ -36,7 +36,7 @@ def relaying(addresses: Sequence[str]) -> Handler:
         async for response in next(sources)(request):
             await context.write(response)
 
-    return grpc.unary_stream_rpc_method_handler(complete)  # type: ignore[arg-type]
+    return grpc.unary_stream_rpc_method_handler(complete)
 
 
 class _Outbox:
@@ -70,7 +70,7 @@ class Gatherer:
         ]
 
     def handler(self) -> Handler:
-        return grpc.stream_stream_rpc_method_handler(self._caller)  # type: ignore[arg-type]
+        return grpc.stream_stream_rpc_method_handler(self._caller)
 
     async def _caller(self, requests: AsyncIterator[bytes], context: Any) -> None:
         outbox = _Outbox(pb.ConnectResponse())
@@ -85,11 +85,11 @@ class Gatherer:
         for call in request.calls:
             number, source = next(self._numbers), next(self._sources)
             self._calls[number] = caller, call.call_id
-            source.message.calls.add(call_id=number, complete=call.complete)  # type: ignore[union-attr, call-arg]
+            source.message.calls.add(call_id=number, complete=call.complete)  # type: ignore[union-attr]
             source.ready.set()
 
     async def _source(self, address: str, outbox: _Outbox) -> None:
-        stream = grpc.aio.insecure_channel(address).stream_stream(f"/{_SERVICE}/Connect")()
+        stream: Any = grpc.aio.insecure_channel(address).stream_stream(f"/{_SERVICE}/Connect")()
         writing = asyncio.ensure_future(outbox.run(stream.write))
         async for payload in stream:
             self._share_out(pb.ConnectResponse.FromString(payload))

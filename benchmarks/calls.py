@@ -12,7 +12,18 @@ from benchmarks.stamps import age_us, is_stamp
 class Call:
     """Takes in what comes of one call, and checks it: every token once and in order."""
 
-    __slots__ = ("_began_us", "_outcome", "_tally", "_then", "gap_us", "got", "last_us", "moved", "over", "wanted")
+    __slots__ = (
+        "_began_us",
+        "_outcome",
+        "_tally",
+        "_then",
+        "gap_us",
+        "got",
+        "last_us",
+        "moved",
+        "over",
+        "wanted",
+    )
 
     def __init__(
         self,

@@ -126,7 +126,9 @@ class Run:
                 asyncio.get_running_loop().call_later(_AGAIN_S, self._begin, now_us())
 
     def _note_gap(self, call: Call, *, good: bool) -> None:
-        (self._outcome.gaps_ms if call.moved or not good else self._outcome.quiet_ms).append(call.gap_us / 1e3)
+        (self._outcome.gaps_ms if call.moved or not good else self._outcome.quiet_ms).append(
+            call.gap_us / 1e3
+        )
 
     def _count_unfinished(self) -> None:
         now = now_us()

@@ -81,8 +81,8 @@ async def measure_all(
             try:
                 found.append(await one(drivers, folder, target, how))
                 say(f"failover: {found[-1]}")
-            except (SkippedError, ChildFailedError, RuntimeError, OSError, TimeoutError) as error:
-                say(f"skipped: failover, {target.name}, {how}: {error or type(error).__name__}")
+            except (SkippedError, ChildFailedError, RuntimeError, OSError, grpc.RpcError) as error:
+                say(f"skipped: failover, {target.name}, {how}: {str(error) or type(error).__name__}")
     return found
 
 
@@ -152,9 +152,7 @@ async def _head_again(children: Children, running: Running, victim: Child) -> fl
         return again_s if done else None
 
 
-async def _peer_again(
-    children: Children, target: Target, running: Running, victim: Child
-) -> float | None:
+async def _peer_again(children: Children, target: Target, running: Running, victim: Child) -> float | None:
     """Callers go on asking; the source or worker that came back says when it is first asked."""
     plan = Plan(target.shape, running.address, 8, 1, 4, 0.0, _AGAIN_WITHIN_S + 5.0, arrivals_per_s=40.0)
     async with Drivers(1) as drivers:

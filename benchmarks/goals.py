@@ -39,7 +39,9 @@ class Summary:
 
     def cost(self, work: str, target: str) -> float | None:
         """CPU in µs, of a token or of a one-token request."""
-        return self.middle(work, target, lambda r: r.us_per_request if r.us_per_token is None else r.us_per_token)
+        return self.middle(
+            work, target, lambda r: r.us_per_request if r.us_per_token is None else r.us_per_token
+        )
 
     def added_ms(self, work: str, target: str, percent: int) -> float | None:
         """How much longer tokens are on their way than without what is in the middle."""

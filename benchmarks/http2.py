@@ -56,7 +56,16 @@ def _text(value: str) -> bytes:
 def request_headers(path: str) -> bytes:
     """Literals that change no table: POST, http, the path, and what gRPC asks for."""
     content = b"\x0f\x10" + _text("application/grpc")
-    return b"\x83\x86\x04" + _text(path) + b"\x01" + _text("bench") + content + b"\0" + _text("te") + _text("trailers")
+    return (
+        b"\x83\x86\x04"
+        + _text(path)
+        + b"\x01"
+        + _text("bench")
+        + content
+        + b"\0"
+        + _text("te")
+        + _text("trailers")
+    )
 
 
 RESPONSE_HEADERS = b"\x88\x0f\x10" + _text("application/grpc")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,14 +59,17 @@ async def measure_all(
 ) -> list[Memory]:
     found: list[Memory] = []
     number = SESSIONS // 10 if quick else SESSIONS
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        found += await sessions(Path(own), number)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            found += await sessions(Path(own), number)
+    except (ChildFailedError, OSError, grpc.RpcError) as error:
+        say(f"skipped: memory of sessions: {str(error) or type(error).__name__}")
     for target, streams in _targets(quick=quick):
         try:
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 found.append(await open_streams(drivers, Path(own), target, streams))
-        except (SkippedError, ChildFailedError, RuntimeError, OSError, TimeoutError) as error:
-            say(f"skipped: memory, {target.name}: {error or type(error).__name__}")
+        except (SkippedError, ChildFailedError, RuntimeError, OSError, grpc.RpcError) as error:
+            say(f"skipped: memory, {target.name}: {str(error) or type(error).__name__}")
     for each in found:
         say(f"memory: {each}")
     return found
@@ -116,7 +119,7 @@ async def _append(fleet: FleetServiceAsyncStub, name: str) -> None:
     await fleet.AppendTokens(pb.AppendTokensRequest(session_id=name, token_ids=token_ids))
 
 
-async def _each(number: int, call: Callable[[int], asyncio._CoroutineLike[None]]) -> None:
+async def _each(number: int, call: Callable[[int], Awaitable[None]]) -> None:
     numbers = iter(range(number))
 
     async def worker() -> None:

@@ -92,7 +92,9 @@ class Line(asyncio.Protocol):
             if head.startswith(b"POST /v1/chat/completions"):
                 wanted = json.loads(body)
                 self._out.append(_HEAD)
-                self._engine.add(Running(self, 0, wanted.get("max_tokens") or wanted["max_completion_tokens"]))
+                self._engine.add(
+                    Running(self, 0, wanted.get("max_tokens") or wanted["max_completion_tokens"])
+                )
             else:
                 answer = json.dumps(_ABOUT).encode()
                 self._out.append(
@@ -121,7 +123,9 @@ async def _serve(rate: float, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=0.0, help="tokens a second of each answer; 0 = as fast as it goes")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="tokens a second of each answer; 0 = as fast as it goes"
+    )
     parser.add_argument("--port", type=int, default=0, help="0 = a free one")
     given = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

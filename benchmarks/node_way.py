@@ -61,7 +61,12 @@ class _Link:
         assign.session_id = append.session_id = name
         assign.epoch = append.epoch = epoch
         assign.command_id, append.command_id = 1, 2
-        assign.fleet_id, assign.head_id, assign.model, assign.lease_ms = "default", self._head_id, MODEL, _LEASE_MS
+        assign.fleet_id, assign.head_id, assign.model, assign.lease_ms = (
+            "default",
+            self._head_id,
+            MODEL,
+            _LEASE_MS,
+        )
         assign.sampling.CopyFrom(_GREEDY)
         generate.sampling.CopyFrom(_GREEDY)
         append.token_ids.extend(token_ids)
@@ -73,7 +78,9 @@ class _Link:
             self._frame = link_pb2.HeadFrame(type=link_pb2.FRAME_TYPE_COMMANDS)
 
     def _send(self, frame: link_pb2.HeadFrame) -> None:
-        self.connection.send(self._stream, message(link_service_pb2.LinkRequest(frame=frame).SerializeToString()))
+        self.connection.send(
+            self._stream, message(link_service_pb2.LinkRequest(frame=frame).SerializeToString())
+        )
 
     def on_headers(self, stream: int, *, end: bool) -> None:
         if end:

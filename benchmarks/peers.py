@@ -186,7 +186,15 @@ class Router:
         wanted = f"{self.package}{self.extra}=={self.version_wanted}"
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(environment)],
-            [str(environment / "bin" / "python"), "-m", "pip", "-q", "--disable-pip-version-check", "install", wanted],
+            [
+                str(environment / "bin" / "python"),
+                "-m",
+                "pip",
+                "-q",
+                "--disable-pip-version-check",
+                "install",
+                wanted,
+            ],
         ):
             await self._run(command)
         done.touch()

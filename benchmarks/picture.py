@@ -33,7 +33,9 @@ def bars(summary: Summary, work: str, top: int) -> tuple[list[str], int]:
         width = (math.log10(cost) - least) * wide
         parts.append(_text(_LABELS - 8, top + 12, target, end=True))
         fill = colour(target)
-        parts.append(f'<rect x="{_LABELS}" y="{top}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{fill}"/>')
+        parts.append(
+            f'<rect x="{_LABELS}" y="{top}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{fill}"/>'
+        )
         parts.append(_text(_LABELS + width + 6, top + 12, f"{cost:,.1f}"))
         top += _BAR + _GAP
     return parts, top + 14
@@ -56,5 +58,7 @@ def drawn(results: Sequence[Result]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + 24}" '
         f'viewBox="-10 0 {width + 10} {top + 24}" font-family="sans-serif" font-size="12">\n'
-        f'<rect x="-10" width="{width + 10}" height="{top + 24}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<rect x="-10" width="{width + 10}" height="{top + 24}" fill="white"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )

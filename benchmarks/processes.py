@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.loads import cpu_s
-from examples.processes import Child, Children, ChildFailedError
+from examples.processes import Child, ChildFailedError, Children
 
 _POLL_S = 0.05
 
@@ -65,7 +65,9 @@ async def start_listening(
 
     Raises ChildFailedError when it ends first or takes too long.
     """
-    child, _ = await children.start(name, ["sh", "-c", 'echo starting; exec "$@"', "sh", *command], "starting")
+    child, _ = await children.start(
+        name, ["sh", "-c", 'echo starting; exec "$@"', "sh", *command], "starting"
+    )
     give_up_s = time.monotonic() + timeout_s
     while child.alive and time.monotonic() < give_up_s:
         with contextlib.suppress(OSError):

@@ -53,7 +53,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """As Markdown has it, with columns that line up."""
     every = [list(head), *map(list, rows)]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in every]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in every
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
@@ -126,15 +129,22 @@ def text(everything: Everything) -> str:
     for key in dict.fromkeys(result.work for result in everything.results):
         parts += [f"\n{BY_KEY[key].title}", work_table(summary, key, summary.targets)]
     if everything.skipped:
-        parts += ["\nskipped", table(["what", "why"], [[k, " ".join(v.split())[:200]] for k, v in everything.skipped.items()])]
+        parts += [
+            "\nskipped",
+            table(["what", "why"], [[k, " ".join(v.split())[:200]] for k, v in everything.skipped.items()]),
+        ]
     if everything.placement:
-        rows = [[f"{c.nodes:,}", number(c.cpu_us), number(c.p50_ms), number(c.p99_ms)] for c in everything.placement]
+        rows = [
+            [f"{c.nodes:,}", number(c.cpu_us), number(c.p50_ms), number(c.p99_ms)]
+            for c in everything.placement
+        ]
         parts += ["\na choice among nodes", table(["nodes", "CPU, µs", "p50, ms", "p99, ms"], rows)]
     if everything.failover:
         parts += ["\na node's end under 100 streams", _failover_table(everything)]
     if everything.memory:
         rows = [
-            [m.target, m.what, f"{m.number:,}", f"{m.bytes_each:,.1f}", number(m.rss_mb)] for m in everything.memory
+            [m.target, m.what, f"{m.number:,}", f"{m.bytes_each:,.1f}", number(m.rss_mb)]
+            for m in everything.memory
         ]
         parts += ["\nmemory", table(["through", "of", "number", "bytes each", "RSS, MB"], rows)]
     rows = [[g.what, g.target, g.reached, g.verdict] for g in goals(everything)]

@@ -16,11 +16,12 @@ from typing import Protocol
 from benchmarks.http2 import OK_TRAILERS, RESPONSE_HEADERS, Connection, Messages, message
 from benchmarks.stamps import now_us, stamp
 from fleet.v1 import fleet_service_pb2 as pb
+from fleet.v1.types_pb2 import FINISH_REASON_LENGTH
 from fleet_service.app import loop_factory
 
 _LONGEST_LATE_S = 0.1
 _FINISHED = pb.CompleteResponse(
-    event=pb.GenerationEvent(finished=pb.Finished(reason=3))  # LENGTH
+    event=pb.GenerationEvent(finished=pb.Finished(reason=FINISH_REASON_LENGTH))
 ).SerializeToString()
 
 
@@ -180,7 +181,7 @@ class ConnectLine:
         columns.first_indexes.append(running.index)
         columns.token_ids.append(at)
         if running.index + 1 == running.wanted:
-            self._next.replies.add(call_id=running.key, finished=pb.Finished(reason=3))
+            self._next.replies.add(call_id=running.key, finished=pb.Finished(reason=FINISH_REASON_LENGTH))
 
     def step_over(self) -> None:
         self.connection.send(self._stream, message(self._next.SerializeToString()))
@@ -214,8 +215,12 @@ async def _serve(rate: float, ports: tuple[int, int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=0.0, help="tokens a second of each call; 0 = as fast as it goes")
-    parser.add_argument("--ports", type=int, nargs=2, default=(0, 0), help="of Complete and Connect; 0 = free ones")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="tokens a second of each call; 0 = as fast as it goes"
+    )
+    parser.add_argument(
+        "--ports", type=int, nargs=2, default=(0, 0), help="of Complete and Connect; 0 = free ones"
+    )
     given = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(given.rate, (given.ports[0], given.ports[1])))

@@ -99,7 +99,10 @@ async def _loads_of(
                 say(report.line_of(result))
 
 
-async def measure_all(wanted: Wanted, folder: Path, say: Say) -> Everything:
+async def measure_all(
+    wanted: Wanted, folder: Path, say: Say, keep: Callable[[Everything], None]
+) -> Everything:
+    """`keep` is given what there is after each part."""
     everything = Everything(await about.about(wanted.targets, wanted.runs))
     if "placement" in wanted.parts:
         say("placement")
@@ -107,11 +110,14 @@ async def measure_all(wanted: Wanted, folder: Path, say: Say) -> Everything:
     async with Drivers() as drivers:
         if "loads" in wanted.parts:
             await loads(drivers, wanted, folder, everything, say)
+            keep(everything)
         if "failover" in wanted.parts:
             everything.failover = await failover.measure_all(drivers, folder, say, quick=wanted.quick)
+            keep(everything)
         if "memory" in wanted.parts:
             everything.memory = await memory.measure_all(drivers, folder, say, quick=wanted.quick)
     everything.about.load_average_after = os.getloadavg()[0]
+    keep(everything)
     return everything
 
 
@@ -143,13 +149,16 @@ def main() -> None:
     parser.add_argument("--targets", default="", help="only those whose names contain one of these texts")
     parser.add_argument("--without", default="", help=f"parts to leave out, of {', '.join(PARTS)}")
     given = parser.parse_args()
+
+    def keep(everything: Everything) -> None:
+        if given.json:
+            given.json.write_text(json.dumps(asdict(everything), indent=1), encoding="utf-8")
+
     with (
         tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder,
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
-        everything = runner.run(measure_all(_wanted(given), Path(folder), _say))
-    if given.json:
-        given.json.write_text(json.dumps(asdict(everything), indent=1), encoding="utf-8")
+        everything = runner.run(measure_all(_wanted(given), Path(folder), _say, keep))
     if given.picture:
         given.picture.write_text(picture.drawn(everything.results), encoding="utf-8")
     print(report.text(everything))

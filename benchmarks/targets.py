@@ -13,7 +13,7 @@ from benchmarks.grpc_way import MODEL
 from benchmarks.loads import callers_address, head_command
 from benchmarks.processes import python
 from benchmarks.works import CHIEF
-from examples.processes import Child, Children, ChildFailedError, command_of
+from examples.processes import Child, ChildFailedError, Children, command_of
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 
@@ -152,7 +152,13 @@ class Head:
     async def start(self, children: Children, nodes: Nodes) -> Running:
         joined = self.links == "join"
         addresses, started = ([], []) if joined else await start_nodes(children, nodes)
-        flags = ["--durability", self.durability, "--set", f"head.max_lanes_per_node={nodes.lanes}", *self.more]
+        flags = [
+            "--durability",
+            self.durability,
+            "--set",
+            f"head.max_lanes_per_node={nodes.lanes}",
+            *self.more,
+        ]
         if joined:
             flags += ["--join-listen", "127.0.0.1:0"]
         if self.traced:
@@ -182,7 +188,17 @@ async def start_node(
         flags = ["--identity", name, "--rate", str(nodes.rate), "--lanes", str(nodes.lanes), *joining]
         child, line = await children.start(name, python("timed_node", *flags), "timed-node:")
     else:
-        flags = ["--model", MODEL, "--identity", name, "--listen", listen, "--lanes", str(nodes.lanes), *joining]
+        flags = [
+            "--model",
+            MODEL,
+            "--identity",
+            name,
+            "--listen",
+            listen,
+            "--lanes",
+            str(nodes.lanes),
+            *joining,
+        ]
         flags += ["--decode-rate", str(nodes.rate), "--prefill-rate", "0", "--log-level", "warning"]
         flags += ["--kv-blocks", "0", "--max-sessions", str(nodes.more), "--max-runs", str(nodes.more)]
         child, line = await children.start(name, [command_of("fleet-node"), *flags], "fleet-node:")
@@ -204,7 +220,13 @@ async def nodes_are_up(address: str, number: int) -> None:
 def ours(*, quick: bool) -> list[Target]:
     """All of them, without the peers."""
     shapes = ("complete", "connect")
-    base: list[Target] = [DirectNodes(), Direct("complete"), Direct("connect"), Bare("complete"), Bare("connect")]
+    base: list[Target] = [
+        DirectNodes(),
+        Direct("complete"),
+        Direct("connect"),
+        Bare("complete"),
+        Bare("connect"),
+    ]
     base += [Head(shape) for shape in shapes]
     if quick:
         return base

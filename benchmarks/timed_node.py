@@ -65,7 +65,9 @@ async def _serve(identity: str, rate: float, lanes: int, join: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--identity", default="node", help="the node's stable name")
-    parser.add_argument("--rate", type=float, default=50.0, help="tokens a second of each session; 0 = at once")
+    parser.add_argument(
+        "--rate", type=float, default=50.0, help="tokens a second of each session; 0 = at once"
+    )
     parser.add_argument("--lanes", type=int, default=64, help="generations at a time")
     parser.add_argument("--join", default="", help="HOST:PORT of a head to dial")
     given = parser.parse_args()
