@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import Message
-
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet.v1 import types_pb2 as types
 from fleet_service.api.convert_shared import milliseconds, model_message, timestamp
@@ -24,6 +22,7 @@ from fleet_service.domain.events import (
 )
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import (
+    AS_BEFORE,
     GenerationSpec,
     OnDisconnect,
     Qos,
@@ -143,7 +142,7 @@ def session_spec(spec: fleet.SessionSpec) -> SessionSpec:
     return SessionSpec(
         model=spec.model,
         model_revision=spec.model_revision,
-        sampling=sampling_override(spec.sampling),
+        sampling=sampling_override(spec.sampling) if spec.HasField("sampling") else AS_BEFORE,
         qos=_QOS.get(spec.qos_class, Qos.INTERACTIVE),
         node_selector=dict(spec.node_selector),
         expected_output_tokens=spec.expected_output_tokens,
@@ -156,20 +155,17 @@ def generation_spec(spec: fleet.GenerationSpec) -> GenerationSpec:
     return GenerationSpec(
         max_new_tokens=spec.max_new_tokens if spec.HasField("max_new_tokens") else None,
         max_wall_s=spec.max_wall_ms / 1000.0 if spec.HasField("max_wall_ms") else None,
-        sampling=sampling_override(spec.sampling),
-        stop=tuple(tuple(sequence.token_ids) for sequence in spec.stop),
+        sampling=sampling_override(spec.sampling) if spec.HasField("sampling") else AS_BEFORE,
+        stop=tuple([tuple(sequence.token_ids) for sequence in spec.stop]),
         extend_context=spec.extend_context,
         on_disconnect=_ON_DISCONNECT[spec.on_disconnect],
-        disconnect_grace_s=_optional_s(spec, "disconnect_grace_ms"),
-        orphan_timeout_s=_optional_s(spec, "orphan_timeout_ms"),
+        disconnect_grace_s=spec.disconnect_grace_ms / 1000.0
+        if spec.HasField("disconnect_grace_ms")
+        else None,
+        orphan_timeout_s=spec.orphan_timeout_ms / 1000.0 if spec.HasField("orphan_timeout_ms") else None,
         qos=_QOS.get(spec.qos_class),
         expected_output_tokens=spec.expected_output_tokens,
     )
-
-
-def _optional_s(message: Message, field: str) -> float | None:
-    value: int = getattr(message, field)
-    return value / 1000.0 if message.HasField(field) else None
 
 
 def session_state(state: int) -> SessionState | None:

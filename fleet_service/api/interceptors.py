@@ -9,6 +9,7 @@ which a call tells apart from the head's own troubles with its links.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -158,8 +159,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         return decoded
 
     def _behaviour(self, method: str, serve: _Behaviour) -> _Behaviour:
+        log = self._log.bind(method=method)
+
         async def behaviour(request: Any, context: Context) -> Any:
-            call = self._begin(method, context)
+            call = self._begin(method, log, context)
             try:
                 call.admit()
                 if isinstance(request, _Refused):
@@ -184,7 +187,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
         return behaviour
 
-    def _begin(self, method: str, context: Context) -> ServedCall:
+    def _begin(self, method: str, log: structlog.typing.FilteringBoundLogger, context: Context) -> ServedCall:
         metadata: Metadata = tuple(context.invocation_metadata() or ())
         trace = self._observer.rpc_started(method, metadata)
         request_id = _request_id_of(metadata) or self._new_request_id()
@@ -195,7 +198,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         def admit() -> Caller:
             return self._gate.admit(method, metadata, context)
 
-        return ServedCall(context, trace, self._log.bind(method=method), request_id, admit)
+        return ServedCall(context, trace, log, request_id, admit)
 
 
 class ServedCall:
@@ -261,7 +264,8 @@ class ServedCall:
 
     def succeeded(self) -> None:
         self._trace.ended("OK", "")
-        self._log.debug("call answered", caller=self.caller.name, took_s=self._took_s())
+        if self._log.is_enabled_for(logging.DEBUG):
+            self._log.debug("call answered", caller=self.caller.name, took_s=self._took_s())
 
     def failed(self, wire: WireError, bug: Exception | None) -> None:
         """A status goes out; `bug` is what nobody foresaw, for the log alone."""

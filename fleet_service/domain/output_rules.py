@@ -7,17 +7,20 @@ and however they were batched: a stop sequence may begin on one node and be comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fleet_service.domain.events import FinishReason
+from fleet_service.domain.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OutputEnd:
     """Why the output ends. `stop_index` names the stop sequence that was completed, with STOP only."""
 
     reason: FinishReason
     stop_index: int | None = None
+
+
+_LENGTH = OutputEnd(FinishReason.LENGTH)
 
 
 class OutputRules:
@@ -43,7 +46,7 @@ class OutputRules:
             self._stops_by_last.setdefault(sequence[-1], []).append((index, list(sequence)))
         self._eos = eos_token_ids
         self._max_new_tokens = max_new_tokens
-        self._watched = eos_token_ids | self._stops_by_last.keys()
+        self._watched = eos_token_ids.union(self._stops_by_last) if stop else eos_token_ids
         # As much of the earlier output as a stop sequence can reach back into from the next token.
         self._keep = max((len(sequence) for sequence in stop), default=1) - 1
         self._tail: list[int] = []
@@ -78,7 +81,7 @@ class OutputRules:
     def end_now(self) -> OutputEnd | None:
         """How the output has ended without a further token: as found before, or LENGTH at the limit."""
         if self._end is None and self._count >= self._max_new_tokens:
-            self._end = OutputEnd(FinishReason.LENGTH)
+            self._end = _LENGTH
         return self._end
 
     def accept(self, token_ids: Sequence[int]) -> tuple[int, OutputEnd | None]:

@@ -65,7 +65,7 @@ class _Refused(Exception):
 
 
 class Attempt:
-    """A RunSink. `dispatched` is called when the attempt's epoch is known and its commands go out."""
+    """A RunSink."""
 
     def __init__(
         self,
@@ -74,7 +74,6 @@ class Attempt:
         reservation: Reservation,
         binding: Binding,
         link: NodeLink,
-        dispatched: Callable[[Attempt], None],
     ) -> None:
         self.generation = generation
         self.node = reservation.node
@@ -86,7 +85,6 @@ class Attempt:
         self._context = context
         self._reservation = reservation
         self._link = link
-        self._dispatched = dispatched
         self._ended: asyncio.Future[Failure] = context.loop.create_future()
         self._handle: RunHandle | None = None
         self._over = False
@@ -97,12 +95,15 @@ class Attempt:
             context.loop,
             context.settings.generation_stall_s,
             generation.context_tokens + generation.log.received,
-            prefill_rate=lambda: self.node.report.prefill_tokens_per_s if self.node.report else 0,
-            stalled=lambda detail: self._fail(self._failure(FailureClass.STALLED, detail)),
+            self.node.prefill_tokens_per_s,
         )
 
-    async def run(self) -> Failure:
-        """The failure that ended the attempt. Cancelled when its generation is decided first."""
+    async def run(self, dispatched: Callable[[Attempt], None]) -> Failure:
+        """The failure that ended the attempt. Cancelled when its generation is decided first.
+
+        `dispatched` is called when its commands go out. Once it has ended nothing of it points to itself, so
+        that it goes without having to be found as garbage.
+        """
         session = self.generation.session
         trace = self.generation.trace.attempt_started(
             self.node.name, self.epoch, self.generation.attempts, self.generation.log.received
@@ -110,7 +111,7 @@ class Attempt:
         self._reservation.on_lost = self._node_lost
         failure: Failure | None = None
         try:
-            self._dispatched(self)
+            dispatched(self)
             try:
                 command = await self._prepare(dict(trace.carrier()))
             except _Refused as refused:
@@ -138,7 +139,7 @@ class Attempt:
         """Run it, and take it up again where the link blips and the node has kept it."""
         while True:
             self._handle = self._link.run(command, self)
-            self._stall.start()
+            self._stall.start(self._stalled)
             failure = await self._ended
             if failure.kind is not FailureClass.LINK_LOST or not self._link.resumes:
                 return failure
@@ -376,6 +377,9 @@ class Attempt:
 
     def _node_lost(self, kind: FailureClass, detail: str) -> None:
         self._fail(self._failure(kind, detail))
+
+    def _stalled(self, detail: str) -> None:
+        self._fail(self._failure(FailureClass.STALLED, detail))
 
     def _fail(self, failure: Failure) -> None:
         if not self._over and not self._ended.done():

@@ -27,6 +27,8 @@ FollowerT = TypeVar("FollowerT", bound=Follower)
 
 # How long an accepted generation under CANCEL waits for its first reader.
 FIRST_READER_S = 10.0
+EARLY_S = 0.001
+"""A timer may ring that much too early."""
 
 
 class Generation:
@@ -84,9 +86,14 @@ class Generation:
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
         self._longest_gap_s = 0.0
-        self._wall_timer = loop.call_at(self.deadline_s, self._out_of_time)
-        self._nobody_timer: asyncio.TimerHandle | None = None
-        if not taken_up:  # else its readers come back once the head serves
+        self._patience_s = 0.0
+        self._nobody_until_s: float | None = None  # while nobody reads
+        # One timer for that and the deadline; what is put off leaves it as it is.
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_s = 0.0
+        if taken_up:  # its readers come back once the head serves
+            self._wake_by(self.deadline_s)
+        else:
             self._nobody_reads(first=True)
 
     @property
@@ -97,8 +104,7 @@ class Generation:
     def leave(self) -> None:
         """The head ends, and its next run goes on with it: nothing decides it any more."""
         self._left = True
-        self._wall_timer.cancel()
-        self._somebody_reads()
+        self._sleep()
         if self.task is not None:
             self.task.cancel()
         for reader in list(self._readers):
@@ -112,8 +118,7 @@ class Generation:
 
     def was_decided(self, finished: Finished) -> None:
         """An earlier run of the head decided it."""
-        self._wall_timer.cancel()
-        self._somebody_reads()
+        self._sleep()
         self.attempts = finished.attempts
 
     @property
@@ -161,8 +166,7 @@ class Generation:
         """End the generation. The first decision wins; False when there was one already."""
         if self.finished is not None or self._left:
             return False
-        self._wall_timer.cancel()
-        self._somebody_reads()
+        self._sleep()
         self.waits_no_more()
         finished = Finished(
             reason=reason,
@@ -198,8 +202,31 @@ class Generation:
     def remaining_wall_s(self) -> float:
         return max(0.0, self.deadline_s - self._loop.time())
 
-    def _out_of_time(self) -> None:
-        self.decide(FinishReason.WALL_CLOCK)
+    def _wake_by(self, due_s: float) -> None:
+        if self._timer is not None:
+            if self._wakes_s <= due_s:
+                return
+            self._timer.cancel()
+        self._wakes_s = due_s
+        self._timer = self._loop.call_at(due_s, self._woken)
+
+    def _woken(self) -> None:
+        """Something may be due: the deadline, or the end of the patience with readers."""
+        self._timer = None
+        now_s, nobody_until_s = self._loop.time() + EARLY_S, self._nobody_until_s
+        if self.deadline_s <= now_s:
+            self.decide(FinishReason.WALL_CLOCK)
+        elif nobody_until_s is None:
+            self._wake_by(self.deadline_s)
+        elif nobody_until_s <= now_s:
+            self._nobody_came()
+        else:
+            self._wake_by(min(nobody_until_s, self.deadline_s))
+
+    def _sleep(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _timings(self) -> Timings:
         self.waits_no_more()
@@ -279,9 +306,7 @@ class Generation:
             self._nobody_reads(first=False)
 
     def _somebody_reads(self) -> None:
-        if self._nobody_timer is not None:
-            self._nobody_timer.cancel()
-            self._nobody_timer = None
+        self._nobody_until_s = None
 
     def _nobody_reads(self, *, first: bool) -> None:
         spec, settings = self.spec, self._settings
@@ -294,10 +319,17 @@ class Generation:
         if patience_s <= 0:
             self.cancel()
         else:
-            self._nobody_timer = self._loop.call_later(patience_s, self._nobody_came, patience_s)
+            self._patience_s = patience_s
+            self._nobody_until_s = self._loop.time() + patience_s
+            self._wake_by(min(self._nobody_until_s, self.deadline_s))
 
-    def _nobody_came(self, waited_s: float) -> None:
-        log.info("nobody_reads", generation=self.generation_id, waited_s=waited_s, tokens=self.log.received)
+    def _nobody_came(self) -> None:
+        log.info(
+            "nobody_reads",
+            generation=self.generation_id,
+            waited_s=self._patience_s,
+            tokens=self.log.received,
+        )
         self.cancel()
 
 

@@ -129,7 +129,8 @@ class Generations:
         generation = self._maker.make(generation_id or self._ids.generation(), session, spec, node, parent)
         self._by_id[generation.generation_id] = generation
         self._running[generation.generation_id] = generation
-        self._journal.put(self._maker.record(generation))
+        if self._journal.keeps:
+            self._journal.put(self._maker.record(generation))
         if node is not None:
             self._fleet.turns.placed(generation, node.name)
         session.generates(generation.generation_id)
@@ -208,7 +209,7 @@ class Generations:
         """In the step that decides: the session is free again, its context extended where asked for."""
         session = generation.session
         session.generates("")
-        if generation.finished is not None:
+        if generation.finished is not None and self._journal.keeps:
             ended = GenerationEnded(generation.generation_id, generation.finished, self._wall_clock())
             self._journal.put(ended)
         if generation.spec.extend_context and not session.finished:

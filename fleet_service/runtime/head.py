@@ -397,7 +397,7 @@ class Head:
 
     def _owed(self, node: Node, session_id: str, epoch: int, settled: bool) -> None:  # noqa: FBT001 - as called
         """Nodes that say what they hold are found out by that; the others' revokes outlive the head."""
-        if Feature.RECONCILE not in node.features and node.incarnation:
+        if self.journal.keeps and Feature.RECONCILE not in node.features and node.incarnation:
             self.journal.put(RevokeOwed(node.name, node.incarnation, session_id, epoch, settled))
 
     def _goes_on_in(self, term: int) -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
-from fleet_service.domain.commands import HeldSession, Introduction, RefusalCode, Revoke
+from fleet_service.domain.commands import HeldSession, Introduction, Refusal, RefusalCode, Revoke
 from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
@@ -23,7 +23,7 @@ from fleet_service.runtime.settings import HeadSettings
 
 log = structlog.get_logger(__name__)
 
-COURIER_BATCH = 16
+COURIER_BATCH = 64
 RELINK_PAUSE_S = 0.05
 """Between two redials of a link that has just broken."""
 
@@ -258,22 +258,21 @@ class NodeKeeper:
             node.outbox_wake.clear()
             while node.outbox and (link := node.link) is not None:
                 batch = [Revoke(s, owed.epoch) for s, owed in islice(node.outbox.items(), COURIER_BATCH)]
-                results = await asyncio.gather(*(self._deliver(link, revoke) for revoke in batch))
-                if not all(results):
+                answers = await asyncio.gather(*map(link.revoke, batch), return_exceptions=True)
+                settled = [self._settles(*each) for each in zip(batch, answers, strict=True)]
+                if not all(settled):
                     break  # kept; the tender wakes the courier again
 
-    async def _deliver(self, link: NodeLink, revoke: Revoke) -> bool:
-        try:
-            refusal = await link.revoke(revoke)
-        except LinkError as error:
-            log.info("revoke_unanswered", node=self._node.name, session=revoke.session_id, error=str(error))
+    def _settles(self, revoke: Revoke, answer: Refusal | BaseException | None) -> bool:
+        if isinstance(answer, LinkError):
+            log.info("revoke_unanswered", node=self._node.name, session=revoke.session_id, error=str(answer))
             return False
-        if refusal is None or refusal.code in _SETTLED_BY:
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None or answer.code in _SETTLED_BY:
             self._node.settle_revoke(revoke)
             return True
-        log.warning(
-            "revoke_refused", node=self._node.name, session=revoke.session_id, code=refusal.code.value
-        )
+        log.warning("revoke_refused", node=self._node.name, session=revoke.session_id, code=answer.code.value)
         return False
 
     async def renew_lease(self, term: int) -> None:

@@ -39,8 +39,7 @@ class Node:
     """One node. Attributes named in placement.Candidate are read by placement as they are."""
 
     def __init__(self, address: str, settings: HeadSettings, clock: Callable[[], float]) -> None:
-        self.address = address
-        self.name = address
+        self.address = self.name = address
         self._settings = settings
         self._clock = clock
         self.state = NodeState.CONNECTING
@@ -87,6 +86,8 @@ class Node:
         self.outbox_empty.set()
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
+        self.on_heat: Callable[[Node], None] = lambda _node: None
+        """Called when it has become hot, or is so no more."""
         self.on_room: Callable[[], None] = lambda: None
         self.on_owed: Callable[[Node, str, int, bool], None] = lambda *_: None
         """Called with a session and an epoch when their revoke is owed, and (True) when it is no longer."""
@@ -117,6 +118,10 @@ class Node:
         own = self.report.max_lanes if self.report else 0
         wanted = self._settings.lanes_per_node or own or self._settings.default_lanes
         return min(wanted, self._settings.max_lanes_per_node)
+
+    def prefill_tokens_per_s(self) -> int:
+        """As last reported; 0 = unknown."""
+        return self.report.prefill_tokens_per_s if self.report else 0
 
     @property
     def usable(self) -> bool:
@@ -183,7 +188,10 @@ class Node:
         if models:
             self.models = {model.name: model for model in models}
             self.on_change(self)
-        self.was_hot = is_hot(self, self._settings.pool_high_pct, now)
+        hot = is_hot(self, self._settings.pool_high_pct, now)
+        if hot is not self.was_hot:
+            self.was_hot = hot
+            self.on_heat(self)
         self.dispatch()
 
     def _tell_of_lanes(self, own: int) -> None:

@@ -39,6 +39,12 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "cancel": pb.CancelResponse,
     "revoke": pb.RevokeResponse,
 }
+
+
+async def _ask(link: MuxLink, kind: str) -> object:
+    return await COMMANDS[kind](link)
+
+
 every_command = pytest.mark.parametrize("kind", COMMANDS)
 both_ways = pytest.mark.parametrize("way", WAYS)
 
@@ -138,7 +144,7 @@ async def test_commands_of_one_turn_leave_in_one_frame_in_their_order(way: str) 
         await both.node.send(news(report=types_pb2.CapacityReport()))
         await both.listener.reported.wait()
         frames_before, signs_before = both.node.frames, both.listener.signs
-        asked = [asyncio.ensure_future(COMMANDS[kind](both.link)) for kind in [*COMMANDS] * 25]
+        asked = [asyncio.create_task(_ask(both.link, kind)) for kind in [*COMMANDS] * 25]
         sinks = [RecordingSink() for _ in range(28)]
         for sink in sinks:
             both.link.run(a_run(), sink)

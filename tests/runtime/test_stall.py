@@ -44,8 +44,8 @@ def stalled_after(
             found.append(loop.time())
             gave_up.set()
 
-        watch = StallWatch(loop, STALL_S, prompt_tokens, lambda: rate, stalled)
-        watch.start()
+        watch = StallWatch(loop, STALL_S, prompt_tokens, lambda: rate)
+        watch.start(stalled)
         tells = asyncio.create_task(what(watch))
         await asyncio.wait({asyncio.ensure_future(gave_up.wait())}, timeout=wait_s)
         tells.cancel()

@@ -8,7 +8,7 @@ while busy, in tokens per second. It takes a node for one server that works thro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fleet_service.domain.node_types import Report
@@ -88,6 +88,30 @@ def estimate_ms(candidate: Candidate, demand: Demand, typical: Rates, now_s: flo
         + demand.prompt_tokens * 1000 // prefill
         + out * 1000 // decode
     )
+
+
+def estimates_ms(
+    candidates: Sequence[Candidate], demand: Demand, now_s: float, typical: Rates | None = None
+) -> list[int]:
+    """`estimate_ms` of each; `typical`: None = of these. Written for speed, since every placement asks it."""
+    work, prompt = demand.expected_output_tokens * 1000, demand.prompt_tokens * 1000
+    found = []
+    for node in candidates:
+        report, ahead, decode, prefill = node.report, node.reservations, 0, 0
+        if report is not None:
+            decode, prefill = report.decode_tokens_per_s, report.prefill_tokens_per_s
+            at_s = node.report_at_s
+            if at_s is not None and now_s - at_s < LOAD_TTL_S:
+                others = report.lanes_active + report.queue_depth
+                others -= report.own_lanes_active + report.own_queue_depth
+                if others > 0:
+                    ahead += others
+        if not decode or not prefill:
+            typical = typical or typical_rates(candidates)
+            decode = decode or typical.decode_tokens_per_s
+            prefill = prefill or typical.prefill_tokens_per_s
+        found.append(ahead * work // decode + prompt // prefill + work // decode)
+    return found
 
 
 def kv_used_pct(candidate: Candidate, now_s: float) -> int | None:
