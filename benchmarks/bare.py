@@ -1,10 +1,10 @@
-"""The least a middle process can cost, in the same language and with the same gRPC library as the head: relays that
-check, place and remember nothing. And a collector of spans that throws them away.
+"""The least a middle process can cost in the head's language and with its gRPC library; and a sink of spans.
 
-`python -m benchmarks.bare relay ADDRESS ...` passes streams of FleetService.Complete on as bytes, from the sources at
-those addresses in turn. `python -m benchmarks.bare gather ADDRESS ...` serves FleetService.Connect: one stream to each
-source and one to each caller, and of each message from a source every caller gets its share in one message.
-`python -m benchmarks.bare sink` takes spans by OTLP.
+Relays that check, place and remember nothing, and a collector of spans that throws them away.
+`python -m benchmarks.bare relay ADDRESS ...` passes streams of FleetService.Complete on as bytes, from the
+sources at those addresses in turn. `python -m benchmarks.bare gather ADDRESS ...` serves
+FleetService.Connect: one stream to each source and one to each caller, and of each message from a source
+every caller gets its share in one message. `python -m benchmarks.bare sink` takes spans by OTLP.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Gatherer:
 
 
 def swallowing() -> Handler:
-    async def export(request: bytes, _: Any) -> bytes:
+    async def export(_: bytes, __: Any) -> bytes:
         return b""
 
     return grpc.unary_unary_rpc_method_handler(export)

@@ -1,9 +1,11 @@
-"""One process of the load driver. It reads plans (`benchmarks.plan.Plan`) from its standard input, a line of JSON
-each, and says for each `ready`, waits for the line `go TIME` (CLOCK_MONOTONIC, when to begin), and answers with
-what it saw (`Outcome`).
+"""One process of the load driver.
 
-It must not be what limits a load: it measures the CPU time it takes and by how much its own timers are late, and
-both are shown with every result.
+It reads plans (`benchmarks.plan.Plan`) from its standard input, a line of JSON each, and says for each
+`ready`, waits for the line `go TIME` (CLOCK_MONOTONIC, when to begin), and answers with what it saw
+(`Outcome`).
+
+It must not be what limits a load: it measures the CPU time it takes and by how much its own timers are late,
+and both are shown with every result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What callers see when a node is killed (SIGKILL) or frozen (SIGSTOP) under 100 streams, and how soon a node that was
-killed is used again once it is there.
+"""What callers see when a node is killed (SIGKILL) or frozen (SIGSTOP) under 100 streams.
 
-Nodes are `fleet-node` processes; of peers, sources and mock workers. Each is one of four, so that a quarter of the
-streams are its own. The gap of a stream is the longest time without a token.
+And how soon a node that was killed is used again once it is there.
+Nodes are `fleet-node` processes; of peers, sources and mock workers. Each is one of four, so that a quarter
+of the streams are its own. The gap of a stream is the longest time without a token.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Lost:
     """Of those that moved."""
     gap_p99_ms: float | None
     again_s: float | None
-    """From the time a node that was killed serves again to its first call; None = not within 20 s, or not asked."""
+    """From the time a node that was killed serves again to its first call; None = not within 20 s, or not
+    asked.
+    """
     failure: str = ""
 
 

@@ -29,8 +29,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run of one work on one target. CPU is that of the process in the middle, user and system; times are of
-    callers. None = does not apply.
+    """One run of one work on one target. CPU is that of the process in the middle, user and system; times
+    are of callers. None = does not apply.
     """
 
     work: str
@@ -65,7 +65,9 @@ class Result:
 
 
 def nodes_for(works: Sequence[Work]) -> Nodes:
-    """Nodes that can run all calls of each of these at once, wherever they are placed; they are of one pace."""
+    """Nodes that can run all calls of each of these at once, wherever they are placed; they are of one
+    pace.
+    """
     return Nodes(works[0].rate, max(64, *(work.slots for work in works)), timed=works[0].rate > 0)
 
 

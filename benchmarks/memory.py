@@ -1,6 +1,7 @@
 """Memory of the process in the middle: of idle sessions and of their tokens, and of open streams.
 
-What is resident is read before and after, and divided; the head keeps nothing on disk (`--durability memory`).
+What is resident is read before and after, and divided; the head keeps nothing on disk (`--durability
+memory`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""An OpenAI-style worker for the peers: answers POST /v1/chat/completions with one token to each server-sent event, and
-what routers ask of a worker (health, models). Small and quick: a raw protocol, one step for all running answers.
+"""An OpenAI-style worker for the peers, small and quick: a raw protocol, one step for all running answers.
 
-`python -m benchmarks.mock_worker [--rate N] [--port N]`. The text of each event is a token id that is the time it was
-made (`benchmarks.stamps`), in digits.
+It answers POST /v1/chat/completions with one token to each server-sent event, and what routers ask of a
+worker (health, models).
+
+`python -m benchmarks.mock_worker [--rate N] [--port N]`. The text of each event is a token id that is the
+time it was made (`benchmarks.stamps`), in digits.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from benchmarks.sse_way import MODEL
 from fleet_service.app import loop_factory
 
 _EVENT = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"%s","choices":[{"index":0,'
-    b'"delta":{%s},"finish_reason":%s}]}\n\n'
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"%s",'
+    b'"choices":[{"index":0,"delta":{%s},"finish_reason":%s}]}\n\n'
 )
 _DONE = b"data: [DONE]\n\n"
 _HEAD = (

@@ -1,4 +1,4 @@
-"""Calls of nodes by themselves, over LinkService.Link, as a head makes them: what is left when there is no head."""
+"""Calls of nodes by themselves, over LinkService.Link, as a head makes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The peers: plain gRPC proxies in front of sources, and routers of OpenAI-style HTTP in front of mock workers.
+"""The peers: plain gRPC proxies before sources, and routers of OpenAI-style HTTP before mock workers.
 
-haproxy and nginx are Debian's packages and are used where they are installed. The routers come from the Python
-package index, each into an environment of its own under $XDG_CACHE_HOME/fleet-bench, the first time. Their settings
-are what each needs to relay, with everything that would cost more switched off where there is a switch.
+haproxy and nginx are Debian's packages and are used where they are installed. The routers come from the
+Python package index, each into an environment of its own under $XDG_CACHE_HOME/fleet-bench, the first time.
+Their settings are what each needs to relay, with everything that would cost more switched off where there is
+a switch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fleet-bench"
 
 
-# ------------------------------------------------------------------------------------------------ gRPC proxies
+# ----------------------------------------------------------------------------------------------- gRPC proxies
 
 
 def haproxy_config(port: int, sources: Sequence[str]) -> str:
@@ -95,7 +96,9 @@ def _user() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """haproxy or nginx. Their callers' connections are multiplexed; nginx takes a connection to a source per call."""
+    """haproxy or nginx. Their callers' connections are multiplexed; nginx takes a connection to a source
+    per call.
+    """
 
     program: str
     shape: str = "complete"
@@ -129,7 +132,7 @@ class Proxy:
         return Running(f"127.0.0.1:{port}", [child], sources)
 
 
-# ------------------------------------------------------------------------------------------------ HTTP routers
+# ----------------------------------------------------------------------------------------------- HTTP routers
 
 
 def sglang_flags(port: int, workers: Sequence[str], _: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A picture of what a token, and a request, costs the process in the middle: bars, as SVG, without a library."""
+"""A picture of what a token, and a request, costs the process in the middle: bars, as SVG."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def drawn(results: Sequence[Result]) -> str:
         more, top = bars(summary, work, top)
         parts += more
     width = _LABELS + _BARS + _VALUES
-    legend = f"ours (blue), bare relays (grey), peers (orange); logarithmic; median of {1 + max((r.run for r in results), default=0)}"
+    runs = 1 + max((result.run for result in results), default=0)
+    legend = f"ours blue, bare relays grey, peers orange; logarithmic; medians of {runs}"
     parts.append(_text(0, top + 10, legend))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + 24}" '

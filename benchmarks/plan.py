@@ -1,4 +1,4 @@
-"""What a process of the load driver is told to do, and what it says afterwards; and how results are summed up.
+"""What a process of the load driver is told, what it says afterwards, and how results are summed up.
 
 Plans and outcomes cross between processes as JSON, one a line.
 """
@@ -20,8 +20,9 @@ Histogram = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`slots` calls at a time, each followed by the next; or `arrivals_per_s` calls at set times, however long
-    they take. Only what comes from `from_s` until `until_s` is counted; both are seconds after the start.
+    """`slots` calls at a time, each followed by the next; or `arrivals_per_s` calls at set times, however
+    long they take. Only what comes from `from_s` until `until_s` is counted; both are seconds after the
+    start.
     """
 
     shape: str

@@ -1,4 +1,4 @@
-"""The processes of the load driver, as the suite uses them: kept for all of its runs, given a plan each at a time."""
+"""The processes of the load driver, as the suite uses them: kept for all runs, given one plan at a time."""
 
 from __future__ import annotations
 

@@ -67,9 +67,10 @@ _Value = Callable[[Result], float | None]
 def work_table(summary: Summary, key: str, targets: Sequence[str]) -> str:
     per_request = BY_KEY[key].per_request
     cost = "µs/request" if per_request else "µs/token"
+    rate = "requests/s" if per_request else "tokens/s"
     head = [
-        "through", f"CPU, {cost}", "tokens/s" if not per_request else "requests/s", "way p50, ms", "way p99, ms",
-        "first p50, ms", "first p99, ms", "added p50, ms", "RSS, MB", "driver", "late p99, ms", "note",
+        "through", f"CPU, {cost}", rate, "way p50, ms", "way p99, ms", "first p50, ms", "first p99, ms",
+        "added p50, ms", "RSS, MB", "driver", "late p99, ms", "note",
     ]  # fmt: skip
     rows = [_work_row(summary, key, target, per_request=per_request) for target in targets]
     return table(head, [row for row in rows if row])
@@ -122,8 +123,10 @@ def text(everything: Everything) -> str:
     summary = Summary(everything.results)
     about = everything.about
     parts = [
-        f"{about.runs} runs; {about.cores} cores, {about.processor}; load average "
-        f"{about.load_average_before:.1f} before, {about.load_average_after:.1f} after",
+        (
+            f"{about.runs} runs; {about.cores} cores, {about.processor}; load average "
+            f"{about.load_average_before:.1f} before, {about.load_average_after:.1f} after"
+        ),
         ", ".join(f"{name} {version}" for name, version in about.versions.items()),
     ]
     for key in dict.fromkeys(result.work for result in everything.results):
@@ -135,10 +138,10 @@ def text(everything: Everything) -> str:
         ]
     if everything.placement:
         rows = [
-            [f"{c.nodes:,}", number(c.cpu_us), number(c.p50_ms), number(c.p99_ms)]
+            [f"{c.nodes:,}", number(c.mean_us), number(c.p50_ms), number(c.p99_ms)]
             for c in everything.placement
         ]
-        parts += ["\na choice among nodes", table(["nodes", "CPU, µs", "p50, ms", "p99, ms"], rows)]
+        parts += ["\na choice among nodes", table(["nodes", "CPU, µs (mean)", "p50, ms", "p99, ms"], rows)]
     if everything.failover:
         parts += ["\na node's end under 100 streams", _failover_table(everything)]
     if everything.memory:

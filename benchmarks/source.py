@@ -1,8 +1,11 @@
-"""A node-like source of tokens that serves FleetService.Complete on one port and .Connect on another, with as little
-work as can be (`benchmarks.http2`): what callers would get without a head, and what plain proxies are put in front of.
+"""A node-like source of tokens, for callers without a head, and for plain proxies to stand before.
 
-`python -m benchmarks.source [--rate N] [--name NAME]`. One step makes one token for every running call, each a message
-of its own (Complete), or all of a connection in one message (Connect). Ids are the time they were made.
+It serves FleetService.Complete on one port and .Connect on another, with as little work as can be
+(`benchmarks.http2`).
+
+`python -m benchmarks.source [--rate N] [--ports N N]`. One step makes one token for every running call, each
+a message of its own (Complete), or all of a connection in one message (Connect). Ids are the time they were
+made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Everything measured in one run, so that what the machine does meanwhile meets all of it alike: `make bench`.
+"""Everything measured in one run, so that what the machine does meanwhile meets all of it alike.
 
-`python -m benchmarks.suite [--quick] [--json FILE] [--picture FILE] [--runs N] [--works KEY,...]
-[--targets TEXT,...] [--without PART,...]`. Results come as lines on the standard error while it runs; in the end
-tables, or with `--json` all figures in a file as well. `benchmarks/README.md` says what is measured and how.
+`make bench`, or `python -m benchmarks.suite [--quick] [--json FILE] [--picture FILE] [--runs N] [--works
+KEY,...] [--targets TEXT,...] [--without PART,...]`. Results come as lines on the standard error while it
+runs; in the end tables, or with `--json` all figures in a file as well. `benchmarks/README.md` says what is
+measured and how.
 """
 
 from __future__ import annotations
@@ -102,20 +103,19 @@ async def _loads_of(
 async def measure_all(
     wanted: Wanted, folder: Path, say: Say, keep: Callable[[Everything], None]
 ) -> Everything:
-    """`keep` is given what there is after each part."""
+    """`keep` is given what there is, before the longest part and in the end."""
     everything = Everything(await about.about(wanted.targets, wanted.runs))
     if "placement" in wanted.parts:
         say("placement")
         everything.placement = await decisions.choices(quick=wanted.quick)
     async with Drivers() as drivers:
-        if "loads" in wanted.parts:
-            await loads(drivers, wanted, folder, everything, say)
-            keep(everything)
         if "failover" in wanted.parts:
             everything.failover = await failover.measure_all(drivers, folder, say, quick=wanted.quick)
-            keep(everything)
         if "memory" in wanted.parts:
             everything.memory = await memory.measure_all(drivers, folder, say, quick=wanted.quick)
+        keep(everything)
+        if "loads" in wanted.parts:
+            await loads(drivers, wanted, folder, everything, say)
     everything.about.load_average_after = os.getloadavg()[0]
     keep(everything)
     return everything

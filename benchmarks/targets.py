@@ -1,4 +1,4 @@
-"""What is measured: a source by itself, bare relays, and our head in its kinds. The peers are in `benchmarks.peers`."""
+"""What is measured: sources and nodes by themselves, bare relays, and our head in its kinds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Target(Protocol):
         """Works that it is measured with; empty = all."""
 
     async def start(self, children: Children, nodes: Nodes) -> Running:
-        """Serve until `children` end. Raises ChildFailedError, and SkippedError where it cannot be had here."""
+        """Serve until `children` end. Raises ChildFailedError, and SkippedError where it cannot be had
+        here.
+        """
 
 
 class SkippedError(Exception):

@@ -1,5 +1,5 @@
-"""A stub node whose token ids are the time they were made (`benchmarks.stamps`), else as `fleet-node`: the same
-server, links and engine. For loads that tell how long tokens are on their way.
+"""A stub node whose token ids are the time they were made (`benchmarks.stamps`), else as `fleet-node`: the
+same server, links and engine. For loads that tell how long tokens are on their way.
 
 `python -m benchmarks.timed_node --rate N --lanes N --identity NAME [--join HOST:PORT]`.
 """

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`slots` calls at a time for `tokens` tokens each, or `arrivals_per_s` calls at set times; over so many
-    connections where calls share them. Nodes make `rate` tokens a second for each call, 0 = as fast as they can.
+    """`slots` calls at a time for `tokens` tokens each, or `arrivals_per_s` calls at set times; over so
+    many connections where calls share them. Nodes make `rate` tokens a second for each call, 0 = as fast
+    as they can.
     """
 
     key: str
