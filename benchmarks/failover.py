@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,10 @@ SILENCE_S = 2.0
 """Of the head here: after so long without a word of a node, what it ran goes on elsewhere."""
 _SETTINGS = ("--set", f"head.silence_s={SILENCE_S}", "--set", "links.report_period_s=0.5")
 _NODES = Nodes(rate=50.0, lanes=STREAMS, number=4, timed=False)
-_TOKENS = 300
+_ANSWERS_S = 6.0
+"""How long an answer takes."""
+_RATES = {LITELLM.name: 4.0}
+"""Of those that cannot carry 100 streams at 50 tokens a second."""
 _HURT_AFTER_S = 2.5
 _UNTIL_S = 14.0
 _AGAIN_WITHIN_S = 20.0
@@ -91,8 +94,10 @@ async def measure_all(
 async def one(drivers: Drivers, folder: Path, target: Target, how: str) -> Lost:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         async with Children(Path(own)) as children:
-            running = await target.start(children, _NODES)
-            plan = Plan(target.shape, running.address, STREAMS, _TOKENS, 4, 0.0, _UNTIL_S, once=True)
+            nodes = replace(_NODES, rate=_RATES.get(target.name, _NODES.rate))
+            running = await target.start(children, nodes)
+            tokens = round(nodes.rate * _ANSWERS_S)
+            plan = Plan(target.shape, running.address, STREAMS, tokens, 4, 0.0, _UNTIL_S, once=True)
             begun = await drivers.prepare(plan)
             begin_s = await begun.go()
             await asyncio.sleep(max(begin_s + _HURT_AFTER_S - time.monotonic(), 0))

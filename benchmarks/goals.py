@@ -10,6 +10,7 @@ from benchmarks.failover import SILENCE_S
 from benchmarks.measure import Result
 from benchmarks.plan import spread
 from benchmarks.targets import Direct, DirectNodes, Head
+from benchmarks.works import BY_KEY
 
 if TYPE_CHECKING:
     from benchmarks.suite import Everything
@@ -20,6 +21,17 @@ SGLANG, VLLM = "sglang-router", "vllm-router"
 _WAY_P99_MS = 5.0
 
 
+_Value = Callable[[Result], float | None]
+
+
+def _cost(result: Result) -> float | None:
+    return result.us_per_request if result.us_per_token is None else result.us_per_token
+
+
+_WAYS: dict[int, _Value] = {50: lambda r: r.way_p50_ms, 99: lambda r: r.way_p99_ms}
+_FIRSTS: dict[int, _Value] = {50: lambda r: r.first_p50_ms, 99: lambda r: r.first_p99_ms}
+
+
 class Summary:
     """The medians of runs."""
 
@@ -28,31 +40,28 @@ class Summary:
         for result in results:
             self._results.setdefault((result.work, result.target), []).append(result)
         self.targets = list(dict.fromkeys(result.target for result in results))
-        self._shapes = {Head(shape).name: shape for shape in ("complete", "connect")}
 
     def of(self, work: str, target: str) -> list[Result]:
         return self._results.get((work, target), [])
 
-    def middle(self, work: str, target: str, value: Callable[[Result], float | None]) -> float | None:
+    def middle(self, work: str, target: str, value: _Value) -> float | None:
         found = spread([value(result) for result in self.of(work, target)])
         return found.middle if found else None
 
     def cost(self, work: str, target: str) -> float | None:
         """CPU in µs, of a token or of a one-token request."""
-        return self.middle(
-            work, target, lambda r: r.us_per_request if r.us_per_token is None else r.us_per_token
-        )
+        return self.middle(work, target, _cost)
 
     def added_ms(self, work: str, target: str, percent: int) -> float | None:
-        """How much longer tokens are on their way than without what is in the middle."""
-        direct = _direct_of(target)
-        ways = [
-            self.middle(work, name, lambda r: r.way_p50_ms if percent == 50 else r.way_p99_ms)
-            for name in (target, direct)
-        ]
-        if ways[0] is None or ways[1] is None or target == direct:
+        """How much longer a token of paced streams is on its way than without what is in the middle, or the
+        first one of a one-token request takes. Full speed is not about time.
+        """
+        about, direct = BY_KEY[work], _direct_of(target)
+        if target == direct or not (about.rate or about.per_request):
             return None
-        return ways[0] - ways[1]
+        value = _WAYS[percent] if about.rate else _FIRSTS[percent]
+        mine, without = self.middle(work, target, value), self.middle(work, direct, value)
+        return None if mine is None or without is None else mine - without
 
 
 def _direct_of(target: str) -> str:

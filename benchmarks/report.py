@@ -70,7 +70,7 @@ def work_table(summary: Summary, key: str, targets: Sequence[str]) -> str:
     rate = "requests/s" if per_request else "tokens/s"
     head = [
         "through", f"CPU, {cost}", rate, "way p50, ms", "way p99, ms", "first p50, ms", "first p99, ms",
-        "added p50, ms", "RSS, MB", "driver", "late p99, ms", "note",
+        "added p50, ms", "added p99, ms", "RSS, MB", "driver", "late p99, ms", "note",
     ]  # fmt: skip
     rows = [_work_row(summary, key, target, per_request=per_request) for target in targets]
     return table(head, [row for row in rows if row])
@@ -97,11 +97,19 @@ def _work_row(summary: Summary, key: str, target: str, *, per_request: bool) -> 
         middle(lambda r: r.first_p50_ms),
         middle(lambda r: r.first_p99_ms),
         number(summary.added_ms(key, target, 50)),
+        number(summary.added_ms(key, target, 99)),
         middle(lambda r: r.rss_mb),
         f"{max(r.driver_share for r in results):.2f}",
         middle(lambda r: r.lag_p99_ms),
         note_of(results),
     ]
+
+
+def overview(summary: Summary, value: Callable[[str, str], float | None]) -> str:
+    """One figure of each work and target."""
+    keys = [key for key in BY_KEY if any(summary.of(key, target) for target in summary.targets)]
+    rows = [[target, *(number(value(key, target)) for key in keys)] for target in summary.targets]
+    return table(["through", *keys], [row for row in rows if set(row[1:]) != {_NONE}])
 
 
 def note_of(results: Sequence[Result]) -> str:
@@ -129,6 +137,11 @@ def text(everything: Everything) -> str:
         ),
         ", ".join(f"{name} {version}" for name, version in about.versions.items()),
     ]
+    if everything.results:
+        parts += [
+            "\nCPU of the middle, µs per token, or per one-token request",
+            overview(summary, summary.cost),
+        ]
     for key in dict.fromkeys(result.work for result in everything.results):
         parts += [f"\n{BY_KEY[key].title}", work_table(summary, key, summary.targets)]
     if everything.skipped:
