@@ -206,6 +206,10 @@ class Cursor:
             self._index = position
 
 
+def _nothing() -> None:
+    """For a reader that has gone."""
+
+
 class Follower:
     """One reader, told by `on_news`, in the step they come, of news; `on_close`: once, when it goes."""
 
@@ -259,6 +263,7 @@ class Follower:
             return
         self._closed = True
         self._log.unsubscribe(self._on_news)
+        self._on_news = _nothing  # it may know this reader: a cycle would have to be looked for
         self._on_close(self)
 
 
