@@ -160,6 +160,7 @@ class NodeKeeper:
                 if error.refused:
                     raise
                 await asyncio.sleep(RELINK_PAUSE_S)
+                await self._dials.turnstile.through()
 
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:
@@ -180,7 +181,7 @@ class NodeKeeper:
         )
         self._dials.failing += 1
         try:
-            return await retrying(self._connect)
+            return await retrying(self._connect_in_turn)
         finally:
             self._dials.failing -= 1
 
@@ -195,11 +196,14 @@ class NodeKeeper:
         cap = min(longest_s, self._settings.redial_min_s * 2 ** min(failures, 16))
         return self._rng.uniform(self._settings.redial_min_s, cap)
 
+    async def _connect_in_turn(self) -> asyncio.Future[LinkError]:
+        await self._dials.turnstile.through()
+        return await self._connect()
+
     async def _connect(self) -> asyncio.Future[LinkError]:
         """A connection that the head has accepted; resolves when it is lost."""
         node = self._node
         lost: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
-        await self._dials.turnstile.through()
         link = await self._dialer.connect(node.address, self._introduce(), _Listener(node, lost))
         try:
             held = await self._agree(link)

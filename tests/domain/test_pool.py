@@ -248,7 +248,7 @@ def test_the_node_chosen_of_very_many_is_among_the_soonest_done(count: int) -> N
     ranks.sort()
     assert ranks[100] < 0.01  # half of them go to the best hundredth
     assert ranks[180] < 0.1
-    assert worst < 2.5  # where the median node would take up to ten times as long
+    assert worst < 3  # where the median node would take up to ten times as long
 
 
 def test_a_few_nodes_much_faster_than_all_others_are_used_before_them() -> None:
