@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks import peers
 from benchmarks.failover import SILENCE_S
 from benchmarks.measure import Result
+from benchmarks.peers import DirectSse
 from benchmarks.plan import spread
-from benchmarks.targets import Direct, DirectNodes, Head
+from benchmarks.targets import Bare, Direct, DirectNodes, Head
 from benchmarks.works import BY_KEY
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 CONNECT = Head("connect").name
 COMPLETE = Head("complete").name
-SGLANG, VLLM = "sglang-router", "vllm-router"
+SGLANG, VLLM, LITELLM = peers.SGLANG.name, peers.VLLM.name, peers.LITELLM.name
 _WAY_P99_MS = 5.0
 
 
@@ -65,12 +67,14 @@ class Summary:
 
 
 def _direct_of(target: str) -> str:
+    if target.startswith("direct"):
+        return target
     if target.startswith("head"):
         return DirectNodes().name
-    if target in ("bare relay, gathered", "direct (connect)"):
+    if target == Bare("connect").name:
         return Direct("connect").name
-    if target in (SGLANG, VLLM, "litellm", "direct (SSE)"):
-        return "direct (SSE)"
+    if target in (SGLANG, VLLM, LITELLM):
+        return DirectSse().name
     return Direct("complete").name
 
 

@@ -92,7 +92,7 @@ def _work_row(summary: Summary, key: str, target: str, *, per_request: bool) -> 
         target,
         over(lambda r: r.us_per_request if per_request else r.us_per_token),
         middle(lambda r: r.requests_per_s if per_request else r.tokens_per_s),
-        middle(lambda r: r.way_p50_ms),
+        over(lambda r: r.way_p50_ms),
         middle(lambda r: r.way_p99_ms),
         middle(lambda r: r.first_p50_ms),
         middle(lambda r: r.first_p99_ms),
