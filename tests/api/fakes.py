@@ -170,7 +170,10 @@ class FakeFollower:
     def branch(self) -> int:
         return self._reader.branch
 
-    def take(self, most_tokens: int | None = None) -> list[Event]:
+    def has_some(self, most_tokens: int) -> bool:
+        return False  # it says so by itself
+
+    def take_some(self, most_tokens: int) -> list[Event]:
         asyncio.get_running_loop().call_soon(self._on_news)
         return self._reader.next_batch()
 
