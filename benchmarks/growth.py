@@ -15,7 +15,7 @@ import logging
 import random
 import resource
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,8 +45,10 @@ DEMAND = Demand(MODEL, prompt_tokens=64)
 RUNNING = 200
 """Generations that run in a steady while."""
 DECODE_RATE = 50.0
-FIRST_PORTS = (20_001, 30_001)
-"""Of the two processes of nodes."""
+PROCESSES = 2
+"""Of nodes."""
+PORTS = range(10_000, 30_000)
+"""Where they listen, each process on ports that follow each other."""
 LAP_S = 0.001
 GIVE_UP_S = 60.0
 
@@ -148,15 +150,27 @@ class Laps:
         )
 
 
+async def start_anywhere(count: int) -> tuple[Process, int]:
+    """A process of so many nodes, and the port of the first."""
+    for _ in range(100):
+        first_port = random.choice(PORTS)
+        process = await start_nodes(first_port, count)
+        if process.returncode is None:
+            return process, first_port
+    raise RuntimeError(f"there are no {count} ports in a row")
+
+
 async def start_nodes(first_port: int, count: int) -> Process:
-    """A process of so many nodes, all of which are ready."""
+    """A process of so many nodes, all of which are ready; it has ended where a port was somebody's."""
     command = [command_of("fleet-node"), "--model", MODEL, "--identity", f"n{first_port}"]
     command += ["--count", str(count), "--listen", f"127.0.0.1:{first_port}", "--log-level", "error"]
     command += ["--decode-rate", str(DECODE_RATE), "--max-sessions", "1000000"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
     for _ in range(count):
-        await process.stdout.readline()
+        if not await process.stdout.readline():
+            await process.wait()
+            break
     return process
 
 
@@ -171,12 +185,13 @@ async def all_up(head: Head, count: int) -> float:
 
 async def tell_of_nodes(count: int, sessions: int, seconds: float) -> None:
     half = count // 2
-    processes = [await start_nodes(port, half) for port in FIRST_PORTS]
+    started = [await start_anywhere(half) for _ in range(PROCESSES)]
+    processes, ports = [process for process, _ in started], [port for _, port in started]
     laps = Laps()
     try:
         with looked_for_in_pieces(lambda: True) as garbage:
             tasks = [asyncio.create_task(laps.run()), asyncio.create_task(garbage.run())]
-            await steps_of(count, sessions, seconds, laps, processes)
+            await steps_of(ports, half, sessions, seconds, laps, processes)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -187,16 +202,17 @@ async def tell_of_nodes(count: int, sessions: int, seconds: float) -> None:
             await process.wait()
 
 
-async def steps_of(count: int, sessions: int, seconds: float, laps: Laps, processes: list[Process]) -> None:
-    half = count // 2
+async def steps_of(
+    ports: Sequence[int], half: int, sessions: int, seconds: float, laps: Laps, processes: list[Process]
+) -> None:
     head = Head(
         HeadSettings(),
         dialer=FleetDialer(link_settings(FleetConfig())),
         rng=random.Random(),
         wall_clock=time.time,
     )
-    addresses = [f"127.0.0.1:{port + number}" for port in FIRST_PORTS for number in range(half)]
-    print(f"\n{count:,} nodes, {sessions:,} sessions              p99, ms  longest  collection   CPU, s")
+    addresses = [f"127.0.0.1:{port + number}" for port in ports for number in range(half)]
+    print(f"\n{2 * half:,} nodes, {sessions:,} sessions              p99, ms  longest  collection   CPU, s")
     began_s = time.monotonic()
     await head.start(addresses)
     await all_up(head, 2 * half)
@@ -215,7 +231,7 @@ async def steps_of(count: int, sessions: int, seconds: float, laps: Laps, proces
     await processes[0].wait()
     await asyncio.sleep(5.0)
     laps.tell("5 s after half of the nodes died")
-    processes[0] = await start_nodes(FIRST_PORTS[0], half)
+    processes[0] = await start_nodes(ports[0], half)
     back_s = await all_up(head, 2 * half)
     laps.tell("while they start", f"all are back {back_s:.1f} s after the last is ready")
     await head.stop(0.0)
@@ -223,16 +239,18 @@ async def steps_of(count: int, sessions: int, seconds: float, laps: Laps, proces
 
 async def generate_for(head: Head, seconds: float) -> list[float]:
     """Keep as many running; what a placement took meanwhile, in µs."""
-    spec = GenerationSpec(max_new_tokens=round(DECODE_RATE))
     took_us: list[float] = []
 
-    async def caller() -> None:
+    async def caller(number: int) -> None:
+        # Apart from each other, and of different lengths: else all of them would end and begin at once.
+        await asyncio.sleep(number * 0.01)
+        spec = GenerationSpec(max_new_tokens=round(DECODE_RATE) + number % 37)
         while True:
             generation = await head.complete(SessionSpec(model=MODEL), [1, 2, 3], spec, "", None)
             if generation.task is not None:
                 await asyncio.wait({generation.task})
 
-    callers = [asyncio.create_task(caller()) for _ in range(RUNNING)]
+    callers = [asyncio.create_task(caller(number)) for number in range(RUNNING)]
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         await asyncio.sleep(0.01)
@@ -245,12 +263,12 @@ async def generate_for(head: Head, seconds: float) -> list[float]:
 
 async def main(*, quick: bool, seconds: float) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    await tell_of_tokens()  # first: what was freed would be used again unseen
     print("  nodes  sessions  p50, µs  p99, µs  refused, µs  tick, ms  B/session")
     tenth = 10 if quick else 1
     sizes = ((4, 0), (100, 0), (256, 0), (1_000, 0), (1_000, 100_000), (10_000, 0), (10_000, 100_000))
     for nodes, sessions in sizes:
         await tell_of_a_head(nodes, sessions // tenth)
-    await tell_of_tokens()
     await tell_of_nodes(1_000 // tenth, 100_000 // tenth, seconds)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from fleet_service.domain.placement import Demand
+from fleet_service.runtime.fairness import in_turns
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generations import Generations
 from fleet_service.runtime.keeper import NodeKeeper
@@ -32,6 +33,8 @@ OWN_STALL_S = 0.5
 LET_IN_S = 0.2
 # Waiting attempts looked at for a move, per tick.
 REBALANCE_LIMIT = 64
+# Nodes that are looked after, where nothing is to be done for them, before others have their turn.
+LOOKED_AFTER_AT_ONCE = 256
 # Sessions, generations and request ids that are swept before others have their turn.
 SWEPT_AT_ONCE = 100
 
@@ -78,7 +81,7 @@ class Tender:
     async def tick(self, now_s: float) -> None:
         """One round."""
         await judge_silence(self._fleet.nodes, self._settings.silence_s, now_s)
-        for node in self._fleet.nodes:
+        async for node in in_turns(self._fleet.nodes, LOOKED_AFTER_AT_ONCE):
             if self._look_after(node, now_s):
                 await asyncio.sleep(0)  # what was woken is carried out before the next is
         await self._rebalance()

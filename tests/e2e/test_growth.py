@@ -23,7 +23,7 @@ from tests.e2e.harness import MODEL, expected, prompt
 
 NODES, SESSIONS, RUNNING, TOKENS = 1_000, 100_000, 200, 60
 PROCESSES = 2
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @asynccontextmanager

@@ -79,6 +79,19 @@ async def test_the_ports_follow_each_other_from_the_one_given() -> None:
         ]
 
 
+async def test_where_a_port_is_somebodys_none_serves_and_it_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = (sys.executable, "-m", "node_stub", "--model", "stub", "--count", "2")
+        listen = ("--listen", f"127.0.0.1:{port - 1}")
+        done = await asyncio.create_subprocess_exec(*command, *listen, stdout=-1, stderr=-1)
+        _, said = await done.communicate()
+    assert done.returncode == 1
+    (line,) = said.decode().splitlines()
+    assert line.startswith("fleet-node: cannot listen on 127.0.0.1:")
+    assert line.endswith("the port is in use; choose another with --listen")
+
+
 async def test_each_of_many_joins_the_head_by_itself() -> None:
     head = JoinHead()
     await head.start()
