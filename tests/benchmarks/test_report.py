@@ -83,3 +83,12 @@ def test_the_picture_is_svg_with_a_bar_for_each() -> None:
     bars = [each for each in picture if each.tag.endswith("rect")]
     assert len(bars) == 1 + 2
     assert picture.get("width")
+
+
+def test_streams_that_are_slower_than_their_nodes_are_told() -> None:
+    fast, slow = Outcome(tokens=25_600, cpu_s=[0.1]), Outcome(tokens=20_000, cpu_s=[0.1])
+    rows = [
+        result_of(BY_KEY["paced-512x25-4"], CONNECT, 0, outcome, 2.0, 0.1, None) for outcome in (fast, slow)
+    ]
+    assert "not at the pace" not in text(everything(rows[0]))
+    assert "not at the pace of its nodes" in text(everything(rows[1]))
