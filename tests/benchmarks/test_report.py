@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from xml.etree import ElementTree as ET
 
 from benchmarks.about import About
@@ -35,10 +36,13 @@ def test_a_row_tells_the_median_the_least_and_the_most() -> None:
     told = text(everything(*(result(CONNECT, run, used) for run, used in enumerate((0.4, 0.5, 0.9)))))
     assert "5.00 (4.00–9.00)" in told
     assert "128 streams, full speed" in told
-    widths = {
-        len(line) for line in told.splitlines() if line.startswith("| head, Connect") or "through" in line
-    }
-    assert len(widths) == 1
+
+
+def test_the_columns_of_a_table_line_up() -> None:
+    told = text(everything(result(CONNECT, 0, 0.4), result(SGLANG, 0, 12.3)))
+    tables = [list(lines) for bar, lines in groupby(told.splitlines(), lambda line: line[:1]) if bar == "|"]
+    assert len(tables) == 3
+    assert all(len({len(line) for line in lines}) == 1 for lines in tables)
 
 
 def test_a_target_is_told_as_met_or_missed_or_not_measured() -> None:
