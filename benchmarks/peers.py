@@ -260,6 +260,9 @@ SGLANG = Router("sglang-router", "0.3.2", "sglang-router", sglang_flags)
 VLLM = Router("vllm-router", "0.1.17", "vllm-router", vllm_flags)
 LITELLM = Router("litellm", "1.106.12", "litellm", litellm_flags, "[proxy]", _LITELLM_WORKS)
 
+RAMPS_S = {LITELLM.name: 8.0}
+"""How long streams take to begin, where it is longer than with the others."""
+
 
 def peers(*, quick: bool) -> list[Target]:
     """All of them, and what their workers do by themselves."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.suite import Everything
 
 _NONE = "–"
+_AT_PACE = 0.95
 
 
 def line_of(result: Result) -> str:
@@ -116,6 +117,10 @@ def note_of(results: Sequence[Result]) -> str:
     notes = []
     if any(result.driver_limits for result in results):
         notes.append("the driver may limit it")
+    work = BY_KEY[results[0].work]
+    reached = spread([result.tokens_per_s for result in results])
+    if reached and reached.middle < work.slots * work.rate * _AT_PACE:
+        notes.append("not at the pace of its nodes")
     if lost := sum(result.lost for result in results):
         failure = next(result.failure for result in results if result.failure)
         notes.append(f"{lost} calls failed: {failure[:60]}")

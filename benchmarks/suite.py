@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import about, decisions, failover, memory, picture, report
 from benchmarks.measure import Result, Times, measure, nodes_for
-from benchmarks.peers import peers
+from benchmarks.peers import RAMPS_S, peers
 from benchmarks.pool import Drivers
 from benchmarks.targets import SkippedError, Target, ours
 from benchmarks.works import BY_KEY, WORKS, Work
@@ -94,8 +94,9 @@ async def _loads_of(
     with tempfile.TemporaryDirectory(dir=folder) as own:
         async with Children(Path(own)) as children:
             running = await target.start(children, nodes_for(works))
+            times = Times(ramp_s=RAMPS_S.get(target.name, Times().ramp_s))
             for work in works:
-                result = await measure(drivers, running, work, target.name, target.shape, run, Times())
+                result = await measure(drivers, running, work, target.name, target.shape, run, times)
                 everything.results.append(result)
                 say(report.line_of(result))
 

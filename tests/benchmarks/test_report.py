@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from xml.etree import ElementTree as ET
 
 from benchmarks.about import About
@@ -35,10 +36,13 @@ def test_a_row_tells_the_median_the_least_and_the_most() -> None:
     told = text(everything(*(result(CONNECT, run, used) for run, used in enumerate((0.4, 0.5, 0.9)))))
     assert "5.00 (4.00–9.00)" in told
     assert "128 streams, full speed" in told
-    widths = {
-        len(line) for line in told.splitlines() if line.startswith("| head, Connect") or "through" in line
-    }
-    assert len(widths) == 1
+
+
+def test_the_columns_of_a_table_line_up() -> None:
+    told = text(everything(result(CONNECT, 0, 0.4), result(SGLANG, 0, 12.3)))
+    tables = [list(lines) for bar, lines in groupby(told.splitlines(), lambda line: line[:1]) if bar == "|"]
+    assert len(tables) == 3
+    assert all(len({len(line) for line in lines}) == 1 for lines in tables)
 
 
 def test_a_target_is_told_as_met_or_missed_or_not_measured() -> None:
@@ -83,3 +87,12 @@ def test_the_picture_is_svg_with_a_bar_for_each() -> None:
     bars = [each for each in picture if each.tag.endswith("rect")]
     assert len(bars) == 1 + 2
     assert picture.get("width")
+
+
+def test_streams_that_are_slower_than_their_nodes_are_told() -> None:
+    fast, slow = Outcome(tokens=25_600, cpu_s=[0.1]), Outcome(tokens=20_000, cpu_s=[0.1])
+    rows = [
+        result_of(BY_KEY["paced-512x25-4"], CONNECT, 0, outcome, 2.0, 0.1, None) for outcome in (fast, slow)
+    ]
+    assert "not at the pace" not in text(everything(rows[0]))
+    assert "not at the pace of its nodes" in text(everything(rows[1]))
