@@ -29,7 +29,7 @@ JAEGER    := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fleet-head/jaeger-v1.76.0/ja
 export GRPC_VERBOSITY ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-llm jaeger jaeger-program test test-slow test-clients test-all lint format type breaking image proto venv clean
+.PHONY: help demo demo-llm bench bench-quick jaeger jaeger-program test test-slow test-clients test-all lint format type breaking image proto venv clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -40,6 +40,14 @@ demo: $(GENERATED) ## See a fleet at work: nodes and the head die, every token s
 demo-llm: $(GENERATED) $(LLAMA) ## The same with a real small language model (about 130 MB to install)
 	@$(BIN)/python -m examples.demo_llm
 
+bench: $(GENERATED) ## Measure the head beside bare relays and other systems: 40 minutes, installs some of those
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks.suite --json build/bench.json --picture build/bench.svg
+
+bench-quick: $(GENERATED) ## A small selection of that, in 3 minutes
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks.suite --quick --json build/bench.json --picture build/bench.svg
+
 jaeger: $(JAEGER) ## Start Jaeger, to look at traces (built on first use: minutes, and needs Go)
 	@echo "Jaeger: send spans to 127.0.0.1:4317, look at http://127.0.0.1:16686; Ctrl-C ends it"
 	@$(JAEGER) --config deploy/jaeger/jaeger.yaml
@@ -49,11 +57,12 @@ jaeger-program: $(JAEGER)
 test: $(GENERATED) ## Run the tests, without the slow ones
 	$(PYTEST) tests -m "not slow"
 
-test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other links, SEEDS simulation seeds
+test-slow: $(GENERATED) ## Run what `make test` leaves out: slow tests, other links, Connect, SEEDS simulation seeds
 	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests -m "slow" --ignore=tests/clients
 	FLEET_SIM_SEEDS=$(SEEDS) $(PYTEST) tests/sim -m "not slow"
 	FLEET_E2E_KIND=link $(PYTEST) tests/e2e -m "not slow"
 	FLEET_E2E_KIND=join $(PYTEST) $(JOINED) -m "not slow"
+	FLEET_E2E_KIND=connect $(PYTEST) tests/e2e -m "not slow"
 
 test-clients: $(GENERATED) ## Build the example clients and run them (needs Go, Java with Maven, Node)
 	$(PYTEST) tests/clients

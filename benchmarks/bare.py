@@ -1,83 +1,149 @@
-"""The least a relay can cost: one stream in, one stream out, with no head between.
+"""The least a middle process can cost in the head's language and with its gRPC library; and a sink of spans.
 
-`python -m benchmarks.bare source` emits tokens at a pace; `python -m benchmarks.bare relay ADDRESS` passes on
-to callers what the source at ADDRESS says. Both serve FleetService.Complete, so that `benchmarks.relay` can
-put the same load on a bare relay and on a head. Nothing is checked, placed or remembered here.
+Relays that check, place and remember nothing, and a collector of spans that throws them away.
+`python -m benchmarks.bare relay ADDRESS ...` passes streams of FleetService.Complete on as bytes, from the
+sources at those addresses in turn. `python -m benchmarks.bare gather ADDRESS ...` serves
+FleetService.Connect: one stream to each source and one to each caller, and of each message from a source
+every caller gets its share in one message. `python -m benchmarks.bare sink` takes spans by OTLP.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from itertools import count, cycle
+from typing import Any, TypeAlias
 
 import grpc
 
 from fleet.v1 import fleet_service_pb2 as pb
-from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from fleet_service.app import loop_factory
 
-if TYPE_CHECKING:
-    from fleet.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
+_SERVICE = "fleet.v1.FleetService"
+_SPANS = "opentelemetry.proto.collector.trace.v1.TraceService"
 
-Complete = Callable[[pb.CompleteRequest, Any], AsyncIterator[pb.CompleteResponse]]
-
-
-def emitting(rate: float) -> Complete:
-    """Emits as many tokens as are asked for, `rate` a second for each stream; 0 is as fast as it can."""
-
-    async def complete(request: pb.CompleteRequest, _: Any) -> AsyncIterator[pb.CompleteResponse]:
-        for index in range(request.spec.max_new_tokens):
-            if rate:
-                await asyncio.sleep(1 / rate)
-            tokens = pb.Tokens(first_index=index, token_ids=[index])
-            yield pb.CompleteResponse(event=pb.GenerationEvent(tokens=tokens))
-
-    return complete
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-def relaying(source: FleetServiceAsyncStub) -> Complete:
-    """Passes every message on as it comes."""
-
-    async def complete(request: pb.CompleteRequest, _: Any) -> AsyncIterator[pb.CompleteResponse]:
-        async for response in source.Complete(request):
-            yield response
-
-    return complete
-
-
-async def _serve(complete: Complete) -> None:
-    handler = grpc.unary_stream_rpc_method_handler(
-        complete,
-        request_deserializer=pb.CompleteRequest.FromString,
-        response_serializer=pb.CompleteResponse.SerializeToString,
+def relaying(addresses: Sequence[str]) -> Handler:
+    """Passes every message on as it comes, without looking into it."""
+    sources: Iterator[Any] = cycle(
+        [grpc.aio.insecure_channel(address).unary_stream(f"/{_SERVICE}/Complete") for address in addresses]
     )
-    service = pb.DESCRIPTOR.services_by_name["FleetService"].full_name
+
+    async def complete(request: bytes, context: Any) -> None:
+        async for response in next(sources)(request):
+            await context.write(response)
+
+    return grpc.unary_stream_rpc_method_handler(complete)
+
+
+class _Outbox:
+    """What is to be written to one stream: all that is there goes in one message."""
+
+    def __init__(self, message: pb.ConnectRequest | pb.ConnectResponse) -> None:
+        self._kind = type(message)
+        self.message = message
+        self.ready = asyncio.Event()
+
+    async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        while True:
+            await self.ready.wait()
+            self.ready.clear()
+            payload, self.message = self.message.SerializeToString(), self._kind()
+            await write(payload)
+
+
+class Gatherer:
+    """Between callers' and sources' Connect streams."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._calls: dict[int, tuple[_Outbox, int]] = {}
+        """By the number of a call at its source, its caller and the caller's number of it."""
+        self._numbers = count(1)
+        self._outboxes = [_Outbox(pb.ConnectRequest()) for _ in addresses]
+        self._sources = cycle(self._outboxes)
+        self._tasks = [
+            asyncio.ensure_future(self._source(address, outbox))
+            for address, outbox in zip(addresses, self._outboxes, strict=True)
+        ]
+
+    def handler(self) -> Handler:
+        return grpc.stream_stream_rpc_method_handler(self._caller)
+
+    async def _caller(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        outbox = _Outbox(pb.ConnectResponse())
+        writing = asyncio.ensure_future(outbox.run(context.write))
+        try:
+            async for request in requests:
+                self._ask(pb.ConnectRequest.FromString(request), outbox)
+        finally:
+            writing.cancel()
+
+    def _ask(self, request: pb.ConnectRequest, caller: _Outbox) -> None:
+        for call in request.calls:
+            number, source = next(self._numbers), next(self._sources)
+            self._calls[number] = caller, call.call_id
+            source.message.calls.add(call_id=number, complete=call.complete)  # type: ignore[union-attr]
+            source.ready.set()
+
+    async def _source(self, address: str, outbox: _Outbox) -> None:
+        stream: Any = grpc.aio.insecure_channel(address).stream_stream(f"/{_SERVICE}/Connect")()
+        writing = asyncio.ensure_future(outbox.run(stream.write))
+        async for payload in stream:
+            self._share_out(pb.ConnectResponse.FromString(payload))
+        writing.cancel()
+
+    def _share_out(self, response: pb.ConnectResponse) -> None:
+        columns, at = response.tokens, 0
+        ids = columns.token_ids
+        for number, many, first in zip(columns.call_ids, columns.counts, columns.first_indexes, strict=True):
+            caller, call_id = self._calls[number]
+            tokens = caller.message.tokens  # type: ignore[union-attr]
+            tokens.call_ids.append(call_id)
+            tokens.counts.append(many)
+            tokens.first_indexes.append(first)
+            tokens.token_ids.extend(ids[at : at + many])
+            at += many
+            caller.ready.set()
+        for reply in response.replies:
+            caller, call_id = self._calls.pop(reply.call_id)
+            caller.message.replies.add(call_id=call_id, finished=reply.finished)  # type: ignore[union-attr]
+            caller.ready.set()
+
+
+def swallowing() -> Handler:
+    async def export(_: bytes, __: Any) -> bytes:
+        return b""
+
+    return grpc.unary_unary_rpc_method_handler(export)
+
+
+async def _serve(role: str, addresses: Sequence[str]) -> None:
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {"Complete": handler})])
+    service, methods = _SERVICE, {}
+    if role == "relay":
+        methods["Complete"] = relaying(addresses)
+    elif role == "gather":
+        methods["Connect"] = Gatherer(addresses).handler()
+    else:
+        service, methods["Export"] = _SPANS, swallowing()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"bare: serving on 127.0.0.1:{port}", flush=True)
     await server.wait_for_termination()
 
 
-async def _relay(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
-        await _serve(relaying(FleetServiceStub(channel)))
-
-
 def main() -> None:
-    """Serve one of the two until killed."""
+    """Serve one of them until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    roles = parser.add_subparsers(dest="role", required=True)
-    source = roles.add_parser("source", help="emit tokens")
-    source.add_argument("--rate", type=float, default=0.0, help="tokens a second for each stream")
-    roles.add_parser("relay", help="pass tokens on").add_argument("address", help="where the source is")
+    parser.add_argument("role", choices=("relay", "gather", "sink"))
+    parser.add_argument("address", nargs="*", help="where the sources are")
     told = parser.parse_args()
-    work = _serve(emitting(told.rate)) if told.role == "source" else _relay(told.address)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(work)
+        runner.run(_serve(told.role, told.address))
 
 
 if __name__ == "__main__":

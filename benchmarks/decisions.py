@@ -1,20 +1,24 @@
 """What the head's own decisions cost, without any I/O: the choice among nodes, and the end of an output.
 
-`python -m benchmarks.decisions` needs no other process; each figure is CPU time over many decisions.
+`python -m benchmarks.decisions [--quick]` needs no other process.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from benchmarks.metrics import MODEL, SETTINGS, head_with
+from benchmarks.loads import percentile
+from benchmarks.metrics import MODEL, head_with
 from fleet_service.domain.output_rules import OutputRules
-from fleet_service.domain.placement import Demand, choose, make_policy
+from fleet_service.domain.placement import Demand
 
 CHOICES = 400
+NODES = (10, 100, 1_000, 10_000)
 TOKENS = 200_000
 PROMPT_TOKENS = 64
 
@@ -26,12 +30,32 @@ def us_each(times: int, work: Callable[[], object]) -> float:
     return (time.process_time() - began_s) * 1e6 / times
 
 
-async def us_per_choice(number: int) -> float:
-    head = await head_with(number, 0)
-    nodes = list(head.fleet.nodes)
-    demand, policy = Demand(MODEL.name, prompt_tokens=PROMPT_TOKENS), make_policy(SETTINGS.policy)
-    now_s = asyncio.get_running_loop().time()
-    return us_each(CHOICES, lambda: choose(nodes, nodes, demand, policy, now_s))
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Choices among so many nodes. Times are CPU time, which other work on the machine does not lengthen."""
+
+    nodes: int
+    mean_us: float
+    p50_ms: float
+    p99_ms: float
+
+
+async def choices_among(nodes: int) -> Choices:
+    head = await head_with(nodes, 0)
+    demand = Demand(MODEL.name, prompt_tokens=PROMPT_TOKENS)
+    took_s: list[float] = []
+
+    def one() -> None:
+        began_s = time.thread_time()
+        head.fleet.choose(demand)
+        took_s.append(time.thread_time() - began_s)
+
+    mean_us = us_each(CHOICES, one)
+    return Choices(nodes, mean_us, percentile(took_s, 50) * 1e3, percentile(took_s, 99) * 1e3)
+
+
+async def choices(*, quick: bool) -> list[Choices]:
+    return [await choices_among(nodes) for nodes in (NODES[:-1] if quick else NODES)]
 
 
 def us_per_token() -> float:
@@ -41,11 +65,18 @@ def us_per_token() -> float:
     return us_each(TOKENS, lambda: rules.accept(next(steps)))
 
 
-async def main() -> None:
-    for number in (4, 100, 256, 1_000):
-        print(f"choice among {number:>5} nodes {await us_per_choice(number):>10.1f} µs")
-    print(f"end of output, a token    {us_per_token():>10.2f} µs")
+async def _print(*, quick: bool) -> None:
+    print(f"{'nodes':>6} {'mean, µs':>10} {'p50, ms':>10} {'p99, ms':>10}")
+    for each in await choices(quick=quick):
+        print(f"{each.nodes:>6} {each.mean_us:>10.1f} {each.p50_ms:>10.3f} {each.p99_ms:>10.3f}")
+    print(f"end of output, a token {us_per_token():>10.2f} µs of CPU")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="up to a thousand nodes")
+    asyncio.run(_print(quick=parser.parse_args().quick))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

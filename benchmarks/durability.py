@@ -1,6 +1,6 @@
 """What it costs that sessions and answers outlive the head, and how soon it is there again.
 
-`python -m benchmarks.durability [--json] [--quick] [FOLDER]`. The loads of `benchmarks.relay`, on heads that
+`python -m benchmarks.durability [--json] [--quick] [FOLDER]`. The loads of `benchmarks.loads`, on heads that
 keep nothing (memory), tell before it is on disk (relaxed), and tell what is on disk (strict), with two stub
 nodes each over a multiplexed link; each figure is the median of three runs, taken in turns. The paced load
 also tells how long tokens are on their way (`benchmarks.latency` says what exactly is measured). Then starts

@@ -80,7 +80,8 @@ class Children:
     """Children that end with the block: `async with Children(folder) as children`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
+        """Where their logs are."""
         self._started: list[Child] = []
 
     async def __aenter__(self) -> Self:
@@ -98,7 +99,7 @@ class Children:
 
         Raises ChildFailedError when it ends first, or is not ready within READY_TIMEOUT_S.
         """
-        log = self._folder / f"{name}-{len(self._started)}.log"
+        log = self.folder / f"{name}-{len(self._started)}.log"
         kept = {"FLEET_STORE__FOLDER": str(log.with_suffix(".kept"))}
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(

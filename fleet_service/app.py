@@ -36,6 +36,7 @@ from fleet_service.api.server import (
 from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
 from fleet_service.exposure import warn_of_clear_tokens
+from fleet_service.garbage import looked_for_in_pieces
 from fleet_service.http_server import HttpListenError
 from fleet_service.keeping import Keeping, advice_on, keeping, nothing_is_garbage
 from fleet_service.links.dialer import FleetDialer
@@ -175,7 +176,11 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
         for listener in listeners:
             await listener.start()
         async with asyncio.TaskGroup() as tasks:
-            health = tasks.create_task(_tell_health(head, callers))
+            garbage = parts.enter_context(looked_for_in_pieces(lambda: head.generations.running_count == 0))
+            background = [
+                tasks.create_task(_tell_health(head, callers)),
+                tasks.create_task(garbage.run(), name="garbage"),
+            ]
             where = _addresses(config, callers, admin, joining, metrics_at, page_at)
             _log.info(
                 "serving",
@@ -185,7 +190,8 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
             )
             ready(where)
             await stop.asked.wait()
-            health.cancel()
+            for task in background:
+                task.cancel()
             await _shut_down(head, listeners, config.shutdown_grace_s, stop)
     if stop.failed:
         raise StartError(stop.failed)
@@ -298,6 +304,7 @@ def _listeners(
         new_request_id=lambda: f"req-{rng.getrandbits(64):016x}",
         limits=_limits(config),
         max_request_bytes=config.listen.max_message_bytes,
+        max_open_calls=config.listen.max_open_calls,
         reflection=config.listen.reflection,
     )
     callers_tls, admin_tls = config.callers_tls.files(), config.admin_tls.files()

@@ -7,6 +7,7 @@ Durations end in `_s` (seconds), sizes in `_bytes`, `_tokens` counts tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -59,7 +60,7 @@ def _listen_address(text: str, usual_port: int) -> str:
 
 def _node_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     whole = [node_entry(address) for address in addresses]
-    twice = sorted({address for address in whole if whole.count(address) > 1})
+    twice = sorted(address for address, times in Counter(whole).items() if times > 1)
     if twice:
         raise ValueError(f"must name each node once, unlike {', '.join(twice)}")
     return tuple(whole)
@@ -110,6 +111,8 @@ class ListenConfig(_Section):
     """Most token ids in one request"""
     max_engine_options_bytes: int = Field(64 * 1024, ge=0, le=1024 * 1024)
     """Largest engine options of a session"""
+    max_open_calls: int = Field(16_384, ge=1, le=1_000_000)
+    """Calls that may be open at once on one connection of Connect"""
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -132,6 +135,8 @@ class HeadConfig(_Section):
     """KV occupancy from which a node counts as hot, in percent"""
     expected_output_tokens: int = Field(_RUNTIME.expected_output_tokens, ge=1, le=1_000_000)
     """Output that the placement expects of a generation that does not say"""
+    compare_all_nodes: int = Field(_RUNTIME.compare_all_nodes, ge=0, le=1_000_000)
+    """Nodes of a model up to which a placement compares all of them; of more, it compares some"""
     queue_limit_per_node: int = Field(_RUNTIME.queue_limit_per_node, ge=0, le=100_000)
     """Generations that may wait at the head for one node"""
     lanes_per_node: int = Field(_RUNTIME.lanes_per_node, ge=0, le=4096)

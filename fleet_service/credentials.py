@@ -83,8 +83,11 @@ class _Bearing:
     def unary_stream(self, *args: Any, **options: Any) -> Any:
         return self._bear(self._channel.unary_stream(*args, **options))
 
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return self._bear(self._channel.stream_stream(*args, **options))
+
     def _bear(self, method: Any) -> Any:
-        def call(request: Any, *, metadata: Sequence[tuple[str, str]] = (), **options: Any) -> Any:
-            return method(request, metadata=(*metadata, *self._metadata), **options)
+        def call(*request: Any, metadata: Sequence[tuple[str, str]] = (), **options: Any) -> Any:
+            return method(*request, metadata=(*metadata, *self._metadata), **options)
 
         return call

@@ -1,6 +1,6 @@
-"""What the command `fleet-node` does: one node as a process of its own.
+"""What the command `fleet-node` does: a node as a process of its own, or many of a kind in one (--count).
 
-Standard output gets one line, when the node is ready: `fleet-node: NAME on HOST:PORT`, or, of a node that
+Standard output gets one line per node, when it is ready: `fleet-node: NAME on HOST:PORT`, or, of a node that
 dials its head, `fleet-node: NAME joins HOST:PORT, control on HOST:PORT`. Logs go to standard error, and so
 does a line whenever it has joined or left. Exit codes: 0 stopped by a signal, 1 the node could not start or
 its engine failed, 2 wrong usage, no fleet token where one is needed or one that the head refuses, 3 the
@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import signal
 import socket
 import sys
-import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -26,20 +22,15 @@ from typing import Annotated
 import typer
 
 from node_stub import flags
-from node_stub.faults import Fault, Faults, ProcessHazards, ReportLies
 from node_stub.flags import DEFAULT_PORT
-from node_stub.join import JoinRefusedError, JoinSettings
-from node_stub.llama import LlamaSettings, create_engine
+from node_stub.join import JoinRefusedError
+from node_stub.llama import LlamaSettings
 from node_stub.llama_server import LlamaUnavailableError
-from node_stub.node import Node, NodeSettings
-from node_stub.reference import StubModel
+from node_stub.node import NodeSettings
 from node_stub.rules import Limits
-from node_stub.server import BindError, NodeServer
-from node_stub.stub_engine import EngineSettings, StubEngine
-from node_stub.tls import TlsFiles
-from node_stub.token import FleetToken
-
-log = logging.getLogger("node_stub")
+from node_stub.running import Options, serve
+from node_stub.server import BindError
+from node_stub.stub_engine import EngineSettings
 
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 FREE_PORT = "127.0.0.1:0"
@@ -54,6 +45,7 @@ Examples:
   fleet-node --model demo --identity a --listen 127.0.0.1:8454
   fleet-node --model demo:4096 --lanes 4 --fault after-tokens=5:die
   fleet-node --model demo --identity b --join head.example:8457
+  fleet-node --model demo --count 100 --listen 127.0.0.1:20001
   fleet-node --engine llama --model-file SmolLM2.gguf --model smollm2
 
 \b
@@ -71,32 +63,6 @@ class EngineKind(StrEnum):
 
     STUB = "stub"
     LLAMA = "llama"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line says, checked."""
-
-    listen: str
-    join: str | None
-    """None = heads dial this node."""
-    token: FleetToken | None
-    tls: TlsFiles | None
-    node: NodeSettings
-    models: Sequence[tuple[str, int]]
-    llama: LlamaSettings | None
-    """None = the stub's engine."""
-    pace: EngineSettings
-    revision: str
-    vocab_size: int
-    eos_per_mille: int
-    faults: Sequence[Fault]
-    lies: ReportLies
-    slow_down: float
-    idle_timeout_s: float
-    grace_s: float
-    otlp_endpoint: str
-    """Empty = no traces."""
 
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -128,6 +94,16 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         ),
     ] = None,
     identity: Annotated[str, typer.Option(help="The node's stable name; empty = the host's.")] = "",
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=flags.MOST_NODES,
+            help="Be so many stub nodes: IDENTITY-1 to IDENTITY-N, or node-1 to node-N, at ports from that "
+            "of --listen on, or at free ones. A fault that ends or freezes one of them does so to all.",
+            show_default="one node",
+        ),
+    ] = None,
     fleet_id: Annotated[
         str, typer.Option(help="Serve heads of this fleet only; empty = one fleet at a time.")
     ] = "",
@@ -255,24 +231,33 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
         llama = replace(llama, name=name, window_tokens=window, lanes=lanes)
     elif not models:
         raise typer.BadParameter("name at least one", param_hint="--model")
+    if count and (llama or otlp_endpoint):
+        other = "--engine llama" if llama else "--otlp-endpoint"
+        raise typer.BadParameter(f"goes without {other}", param_hint="--count")
     where = flags.address(listen or (FREE_PORT if join else DEFAULT_LISTEN), "--listen")
+    flags.check_ports(where, count or 1)
+    settings = NodeSettings(
+        identity=identity or socket.gethostname(),
+        incarnation=uuid.uuid4().hex,
+        fleet_id=fleet_id,
+        labels=dict(flags.label(text) for text in label or ()),
+        inline_bind=inline,
+        link=link,
+        resume=resume,
+        reconcile=reconcile,
+        keep_s=resume_window,
+        limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
+    )
+    nodes = [
+        replace(settings, identity=f"{identity or 'node'}-{number}", incarnation=uuid.uuid4().hex)
+        for number in range(1, (count or 0) + 1)
+    ]
     options = Options(
         listen=where,
         token=flags.token(token_file, where, insecure=insecure_no_auth),
         tls=flags.tls(tls_cert, tls_key, tls_ca, joins=join is not None),
         join=flags.address(join, "--join") if join else None,
-        node=NodeSettings(
-            identity=identity or socket.gethostname(),
-            incarnation=uuid.uuid4().hex,
-            fleet_id=fleet_id,
-            labels=dict(flags.label(text) for text in label or ()),
-            inline_bind=inline,
-            link=link,
-            resume=resume,
-            reconcile=reconcile,
-            keep_s=resume_window,
-            limits=Limits(max_sessions=max_sessions, max_runs=max_runs, default_lease_ms=round(lease * 1000)),
-        ),
+        nodes=nodes or [settings],
         models=models,
         llama=llama,
         pace=EngineSettings(lanes, decode_rate, prefill_rate, kv_blocks),
@@ -294,89 +279,3 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per flag
     except (LlamaUnavailableError, JoinRefusedError) as error:
         typer.echo(f"fleet-node: {error}", err=True)
         raise typer.Exit(3 if isinstance(error, LlamaUnavailableError) else 2) from error
-
-
-async def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends the grace.
-
-    Raises BindError, LlamaUnavailableError, JoinRefusedError.
-    """
-    node = _node(options)
-    node.set_faults(list(options.faults), options.lies, options.slow_down)
-    if not options.otlp_endpoint:
-        await _serve(node, options)
-        return
-    from node_stub.tracing import Tracing
-
-    tracing = Tracing(options.otlp_endpoint, options.node.identity, options.node.incarnation)
-    node.trace_run = tracing.run_started
-    try:
-        await _serve(node, options)
-    finally:
-        await tracing.close()
-
-
-async def _serve(node: Node, options: Options) -> None:
-    served = None if options.join else options.tls  # a node that joins is not dialed, but for its control
-    server = NodeServer(node, ProcessHazards(), options.idle_timeout_s, token=options.token, tls=served)
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    port = await server.start(options.listen)
-    address = f"{options.listen.rpartition(':')[0]}:{port}"
-    where = f"joins {options.join}, control on {address}" if options.join else f"on {address}"
-    sys.stdout.write(f"fleet-node: {options.node.identity} {where}\n")
-    sys.stdout.flush()
-    join = JoinSettings(options.join, options.tls) if options.join else None
-    work = asyncio.create_task(_work(node, server, join), name="work")
-    stop = asyncio.create_task(asked.wait(), name="signals")
-    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-    if work.done():
-        stop.cancel()
-        await server.stop(0)
-        work.result()
-    log.info("stopping; calls have %.1f s to end", options.grace_s)
-    asked.clear()
-    again = asyncio.create_task(asked.wait(), name="signals")
-    ending = asyncio.create_task(server.stop(options.grace_s), name="stop")
-    await asyncio.wait([ending, again], return_when=asyncio.FIRST_COMPLETED)
-    if not ending.done():
-        await server.stop(0)
-    for task in (again, work):
-        task.cancel()
-    await asyncio.gather(ending, again, work, return_exceptions=True)
-
-
-async def _work(node: Node, server: NodeServer, join: JoinSettings | None) -> None:
-    """Run the engine, and keep the node joined. Raises what made either fail."""
-    tasks = [asyncio.create_task(node.run(), name="engine")]
-    if join:
-        joiner = server.joiner(join, random.Random(), _say)
-        tasks.append(asyncio.create_task(joiner.run(), name="join"))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"fleet-node: {line}\n")
-    sys.stderr.flush()
-
-
-def _node(options: Options) -> Node:
-    if options.llama:
-        # What it runs on is not a GPU, and how much memory it takes was settled when it was loaded.
-        about = replace(options.node, gpu_memory_bytes=0)
-        return Node(about, create_engine(options.llama, time.monotonic), Faults(), time.monotonic)
-    models = [
-        (StubModel(name, options.revision, options.vocab_size, eos_per_mille=options.eos_per_mille), window)
-        for name, window in options.models
-    ]
-    return Node(options.node, StubEngine(models, options.pace, time.monotonic), Faults(), time.monotonic)

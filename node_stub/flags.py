@@ -14,20 +14,35 @@ from node_stub.token import FleetToken, TokenError, read_token
 
 DEFAULT_PORT = 8454
 
+MOST_NODES = 10_000
+"""In one process."""
+
+_LAST_PORT = 65_535
+
 
 def address(text: str, flag: str) -> str:
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+    if not colon or not host or not port.isdecimal() or int(port) > _LAST_PORT:
         example = f"127.0.0.1:{text if text.isdecimal() else DEFAULT_PORT}"
         raise typer.BadParameter(f"{text!r} is not HOST:PORT, for example {example}", param_hint=flag)
     return text
+
+
+def check_ports(listen: str, count: int) -> None:
+    """So many nodes have ports from that of `listen` on; port 0 stands for free ones."""
+    port = int(listen.rpartition(":")[2])
+    if port and port + count - 1 > _LAST_PORT:
+        raise typer.BadParameter(
+            f"{count} nodes have no room from port {port} on; name a lower port, or 0 for free ones",
+            param_hint="--listen",
+        )
 
 
 def otlp_endpoint(text: str, flag: str) -> str:
     """HOST:PORT, with or without http:// or https://, or nothing."""
     scheme, _, rest = text.rpartition("://")
     host, _, port = rest.removesuffix("/").rpartition(":")
-    right = scheme in {"", "http", "https"} and host and port.isdecimal() and int(port) <= 65_535
+    right = scheme in {"", "http", "https"} and host and port.isdecimal() and int(port) <= _LAST_PORT
     if text and not right:
         example = "for example 127.0.0.1:4317 or https://collector.example:4317"
         raise typer.BadParameter(f"{text!r} is no endpoint, {example}", param_hint=flag)

@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import Message
-
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet.v1 import types_pb2 as types
 from fleet_service.api.convert_shared import milliseconds, model_message, timestamp
@@ -24,6 +22,7 @@ from fleet_service.domain.events import (
 )
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import (
+    AS_BEFORE,
     GenerationSpec,
     OnDisconnect,
     Qos,
@@ -143,7 +142,7 @@ def session_spec(spec: fleet.SessionSpec) -> SessionSpec:
     return SessionSpec(
         model=spec.model,
         model_revision=spec.model_revision,
-        sampling=sampling_override(spec.sampling),
+        sampling=sampling_override(spec.sampling) if spec.HasField("sampling") else AS_BEFORE,
         qos=_QOS.get(spec.qos_class, Qos.INTERACTIVE),
         node_selector=dict(spec.node_selector),
         expected_output_tokens=spec.expected_output_tokens,
@@ -156,20 +155,17 @@ def generation_spec(spec: fleet.GenerationSpec) -> GenerationSpec:
     return GenerationSpec(
         max_new_tokens=spec.max_new_tokens if spec.HasField("max_new_tokens") else None,
         max_wall_s=spec.max_wall_ms / 1000.0 if spec.HasField("max_wall_ms") else None,
-        sampling=sampling_override(spec.sampling),
-        stop=tuple(tuple(sequence.token_ids) for sequence in spec.stop),
+        sampling=sampling_override(spec.sampling) if spec.HasField("sampling") else AS_BEFORE,
+        stop=tuple([tuple(sequence.token_ids) for sequence in spec.stop]),
         extend_context=spec.extend_context,
         on_disconnect=_ON_DISCONNECT[spec.on_disconnect],
-        disconnect_grace_s=_optional_s(spec, "disconnect_grace_ms"),
-        orphan_timeout_s=_optional_s(spec, "orphan_timeout_ms"),
+        disconnect_grace_s=spec.disconnect_grace_ms / 1000.0
+        if spec.HasField("disconnect_grace_ms")
+        else None,
+        orphan_timeout_s=spec.orphan_timeout_ms / 1000.0 if spec.HasField("orphan_timeout_ms") else None,
         qos=_QOS.get(spec.qos_class),
         expected_output_tokens=spec.expected_output_tokens,
     )
-
-
-def _optional_s(message: Message, field: str) -> float | None:
-    value: int = getattr(message, field)
-    return value / 1000.0 if message.HasField(field) else None
 
 
 def session_state(state: int) -> SessionState | None:
@@ -225,25 +221,29 @@ def model_summary_message(summary: ModelSummary) -> fleet.ModelSummary:
 
 
 def finished_message(event: Finished) -> fleet.Finished:
-    timings = event.timings
-    message = fleet.Finished(
-        reason=_FINISH_REASONS[event.reason],
-        stop_index=event.stop_index,
-        context_tokens=event.context_tokens,
-        output_tokens=event.output_tokens,
-        attempts=event.attempts,
-        timings=fleet.Timings(
-            queued_ms=milliseconds(timings.queued_s),
-            first_token_ms=None if timings.first_token_s is None else milliseconds(timings.first_token_s),
-            total_ms=milliseconds(timings.total_s),
-            longest_gap_ms=milliseconds(timings.longest_gap_s),
-        ),
-    )
-    if event.error is not None:
-        message.error.reason = event.error.reason.value
-        message.error.message = event.error.message
-        message.error.metadata.update(event.error.metadata)
+    message = fleet.Finished()
+    write_finished(message, event)
     return message
+
+
+def write_finished(target: fleet.Finished, event: Finished) -> None:
+    """Put `event` into `target`, which is empty."""
+    target.reason = _FINISH_REASONS[event.reason]
+    if event.stop_index is not None:
+        target.stop_index = event.stop_index
+    target.context_tokens = event.context_tokens
+    target.output_tokens = event.output_tokens
+    target.attempts = event.attempts
+    timings, times = event.timings, target.timings
+    times.queued_ms = milliseconds(timings.queued_s)
+    if timings.first_token_s is not None:
+        times.first_token_ms = milliseconds(timings.first_token_s)
+    times.total_ms = milliseconds(timings.total_s)
+    times.longest_gap_ms = milliseconds(timings.longest_gap_s)
+    if event.error is not None:
+        target.error.reason = event.error.reason.value
+        target.error.message = event.error.message
+        target.error.metadata.update(event.error.metadata)
 
 
 def moved_message(event: Moved) -> fleet.Moved:
@@ -260,7 +260,7 @@ def moved_message(event: Moved) -> fleet.Moved:
 def cancel_message(result: CancelResult) -> fleet.CancelGenerationResponse:
     message = fleet.CancelGenerationResponse(outcome=_OUTCOMES[result.outcome])
     if result.finished is not None:
-        message.finished.CopyFrom(finished_message(result.finished))
+        write_finished(message.finished, result.finished)
     return message
 
 
@@ -288,7 +288,7 @@ def _moved(target: fleet.GenerationEvent, event: Moved) -> None:
 
 
 def _finished(target: fleet.GenerationEvent, event: Finished) -> None:
-    target.finished.CopyFrom(finished_message(event))
+    write_finished(target.finished, event)
 
 
 _EVENTS: Mapping[type[Event], Callable[[fleet.GenerationEvent, Any], None]] = {

@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from fleet.v1 import fleet_service_pb2
 from fleet_service.domain.errors import FieldViolation, FleetError, Reason
 
 DOMAIN = "fleet.v1"
@@ -42,6 +43,7 @@ class WireError:
     message: str
     status: status_pb2.Status
     trailers: tuple[tuple[str, str | bytes], ...]
+    retry_after_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ class ErrorTranslator:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def translate(self, error: Exception, request_id: str) -> WireError:
+    def translate(self, error: BaseException, request_id: str) -> WireError:
         """Describe `error` in a status of at most MAX_STATUS_BYTES. `request_id` names the call it ended."""
         known = error if isinstance(error, FleetError) and is_foreseen(error) else _opaque(request_id)
         rule = rule_of(known)
@@ -239,11 +241,22 @@ class ErrorTranslator:
         if hint_s is not None:
             hint_s = max(0.0, hint_s) * (1.0 + _RETRY_JITTER * self._rng.random())
         status = _status(known, rule, hint_s, request_id)
+        hint_ms = None if hint_s is None else _milliseconds(hint_s)
         trailers: list[tuple[str, str | bytes]] = [(STATUS_DETAILS_KEY, status.SerializeToString())]
         if rule.code in RETRIED_CODES:
-            pushback = "-1" if hint_s is None else str(_milliseconds(hint_s))
-            trailers.append((RETRY_PUSHBACK_KEY, pushback))
-        return WireError(rule.code, known.reason, status.message, status, tuple(trailers))
+            trailers.append((RETRY_PUSHBACK_KEY, "-1" if hint_ms is None else str(hint_ms)))
+        return WireError(rule.code, known.reason, status.message, status, tuple(trailers), hint_ms)
+
+
+def call_error(error: WireError) -> fleet_service_pb2.CallError:
+    """The error as one call of a connection is answered with it."""
+    return fleet_service_pb2.CallError(
+        code=_number(error.code),
+        reason=error.reason.value,
+        message=error.message,
+        retry_after_ms=error.retry_after_ms,
+        status=error.status.SerializeToString(),
+    )
 
 
 def _opaque(request_id: str) -> FleetError:

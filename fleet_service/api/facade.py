@@ -7,9 +7,11 @@ could serve the same servicers. Everything the head refuses is a FleetError.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fleet_service.domain.access import Caller
+from fleet_service.domain.errors import FleetError
 from fleet_service.domain.events import Event
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import GenerationSpec, SessionSpec
@@ -42,6 +44,21 @@ class Call(Protocol):
         """Send one message; waits while the transport is full. Raises once the caller has gone."""
 
 
+class DuplexCall(Call, Protocol):
+    """A call whose caller sends messages as well."""
+
+    @property
+    def request_id(self) -> str:
+        """What the call is named in logs and errors."""
+
+    async def read(self) -> tuple[Any, FleetError | None] | None:
+        """The caller's next message, and what all its parts are refused for, if they are; None at their end.
+
+        Raises FleetError for one that cannot be read, or when the caller may call no longer; something else
+        once the caller has gone.
+        """
+
+
 T = TypeVar("T")
 
 
@@ -54,6 +71,26 @@ class Reader(Protocol):
 
     async def read(self) -> list[Event]:
         """All events that are new, at least one. The last one ever is Finished."""
+
+    def close(self) -> None:
+        """The reader has gone. May be called again."""
+
+
+class Follower(Protocol):
+    """One reader of a generation, told of news by a callback."""
+
+    @property
+    def branch(self) -> int:
+        """That of the generation's log."""
+
+    def take_some(self, most_tokens: int) -> list[Event]:
+        """Events that are new, tokens only at their end but for Finished, and at most so many.
+
+        Raises HEAD_DRAINING, of a head that ends.
+        """
+
+    def has_some(self, most_tokens: int) -> bool:
+        """Whether `take_some` gives or raises anything now."""
 
     def close(self) -> None:
         """The reader has gone. May be called again."""
@@ -73,6 +110,18 @@ class Generation(Protocol):
 
         Raises INDEX_OUT_OF_RANGE, DATA_LOSS.
         """
+
+    def follow(self, from_index: int, branch: int, on_news: Callable[[], None]) -> Follower:
+        """As `attach`; `on_news` is called in the step that brings something new."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStart:
+    """Where a reader begins: of which generation, at which index, and of which branch is what it has."""
+
+    generation: Generation
+    from_index: int = 0
+    branch: int = 0
 
 
 class CallersHead(Protocol):
@@ -163,7 +212,7 @@ class OperatorsHead(Protocol):
     @property
     def books_balance(self) -> bool: ...
 
-    def list_nodes(self) -> list[NodeInfo]: ...
+    async def all_nodes(self) -> list[NodeInfo]: ...
 
     def list_names(self) -> list[NameInfo]: ...
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet.v1 import fleet_service_pb2_grpc as fleet_grpc
 from fleet_service.api import convert_sessions as convert
 from fleet_service.api import validate
-from fleet_service.api.facade import Call, CallersHead, Generation
+from fleet_service.api.connection import Connection, ConnectParts, Method
+from fleet_service.api.facade import Call, CallersHead, DuplexCall, Generation, StreamStart
 from fleet_service.domain.events import Event, Finished, Moved, Tokens
+from fleet_service.runtime.fairness import in_turns
+from fleet_service.runtime.views import SessionView
 
 _DEFAULT_PAGE_SIZE = 100
 _COPIED_AT_ONCE = 32_768
+_LISTED_AT_ONCE = 100
 
 ResponseT = TypeVar(
     "ResponseT", fleet.GenerateResponse, fleet.CompleteResponse, fleet.AttachGenerationResponse
@@ -29,10 +34,13 @@ ResponseT = TypeVar(
 class FleetServicer(fleet_grpc.FleetServiceServicer):
     """The callers' service. Raises FleetError, which the interceptor turns into a status."""
 
-    def __init__(self, head: CallersHead, limits: validate.Limits) -> None:
+    def __init__(self, head: CallersHead, limits: validate.Limits, connecting: ConnectParts) -> None:
         self._head = head
         self._limits = limits
         self._copying = asyncio.Lock()
+        self._connecting = connecting
+        self._connections: set[Connection] = set()
+        self._connected = self._connected_methods()
 
     # Sessions. The stubs' types want contexts to be gRPC's; these are the `Call` that the interceptor brings.
 
@@ -76,18 +84,26 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.ListSessionsRequest, context: Call
     ) -> fleet.ListSessionsResponse:
         validate.check_list_sessions(request)
-        views, next_page_token = await self._head.told(
-            lambda: self._head.list_sessions(
-                request.page_size or _DEFAULT_PAGE_SIZE,
-                request.page_token,
-                convert.session_state(request.state),
-                request.node,
-                context.caller.name,
+        views: list[SessionView] = []
+        left, token = request.page_size or _DEFAULT_PAGE_SIZE, request.page_token
+        while True:
+            asked = min(left, _LISTED_AT_ONCE)
+            found, token = await self._head.told(
+                partial(self._sessions_after, request, token, asked, context)
             )
-        )
-        return fleet.ListSessionsResponse(
-            sessions=[convert.session_message(view) for view in views], next_page_token=next_page_token
-        )
+            views += found
+            left -= len(found)
+            if not token or not left or len(found) < asked:
+                break
+            await asyncio.sleep(0)
+        sessions = [convert.session_message(view) async for view in in_turns(views)]
+        return fleet.ListSessionsResponse(sessions=sessions, next_page_token=token)
+
+    def _sessions_after(
+        self, request: fleet.ListSessionsRequest, token: str, count: int, context: Call
+    ) -> tuple[list[SessionView], str]:
+        state = convert.session_state(request.state)
+        return self._head.list_sessions(count, token, state, request.node, context.caller.name)
 
     async def AppendTokens(  # type: ignore[override]
         self, request: fleet.AppendTokensRequest, context: Call
@@ -133,38 +149,22 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: fleet.GenerateRequest, context: Call
     ) -> None:
-        generation = await self._generate("Generate", request, context)
-        await _relay(generation, 0, context, fleet.GenerateResponse)
+        await _relay(await self._generate(request, context), context, fleet.GenerateResponse)
 
     async def GenerateAll(  # type: ignore[override]
         self, request: fleet.GenerateAllRequest, context: Call
     ) -> fleet.GenerateAllResponse:
-        return await _collect(await self._generate("GenerateAll", request, context))
+        return await _collect((await self._begin("GenerateAll", request, context)).generation)
 
     async def Complete(  # type: ignore[override]
         self, request: fleet.CompleteRequest, context: Call
     ) -> None:
-        validate.check_complete(request, self._limits)
-        context.caller.check_model(request.session.model)
-        generation = await self._head.complete(
-            convert.session_spec(request.session),
-            convert.token_ids(request.token_ids),
-            convert.generation_spec(request.spec),
-            request.generation_id,
-            convert.request_key("Complete", request, context.caller.name),
-            context.trace,
-            context.caller.name,
-        )
-        await _relay(generation, 0, context, fleet.CompleteResponse)
+        await _relay(await self._complete(request, context), context, fleet.CompleteResponse)
 
     async def AttachGeneration(  # type: ignore[override]
         self, request: fleet.AttachGenerationRequest, context: Call
     ) -> None:
-        validate.check_generation_request(request)
-        generation = await self._head.told(
-            lambda: self._head.find_generation(request.generation_id, context.caller.name)
-        )
-        await _relay(generation, request.from_index, context, fleet.AttachGenerationResponse, request.branch)
+        await _relay(await self._attach(request, context), context, fleet.AttachGenerationResponse)
 
     async def CancelGeneration(  # type: ignore[override]
         self, request: fleet.CancelGenerationRequest, context: Call
@@ -185,13 +185,49 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             ]
         )
 
-    async def _generate(
+    # Many calls over one stream
+
+    async def Connect(  # type: ignore[override]
+        self, _requests: object, context: DuplexCall
+    ) -> None:
+        connection = Connection(context, self._connected, self._connecting)
+        self._connections.add(connection)
+        try:
+            await connection.serve()
+        finally:
+            self._connections.discard(connection)
+
+    def end_connections(self) -> None:
+        """The head stops: each connection sends what is ready, and ends with HEAD_DRAINING."""
+        for connection in list(self._connections):
+            connection.end()
+
+    def _connected_methods(self) -> dict[str, Method]:
+        return {
+            "create_session": Method("CreateSession", self.CreateSession),
+            "get_session": Method("GetSession", self.GetSession),
+            "append_tokens": Method("AppendTokens", self.AppendTokens),
+            "generate": Method("Generate", self._generate, streams=True),
+            "complete": Method("Complete", self._complete, streams=True),
+            "attach_generation": Method("AttachGeneration", self._attach, streams=True),
+            "cancel_generation": Method("CancelGeneration", self.CancelGeneration),
+            "park_session": Method("ParkSession", self.ParkSession),
+            "resume_session": Method("ResumeSession", self.ResumeSession),
+            "finish_session": Method("FinishSession", self.FinishSession),
+        }
+
+    # How streams begin
+
+    async def _generate(self, request: fleet.GenerateRequest, call: Call) -> StreamStart:
+        return await self._begin("Generate", request, call)
+
+    async def _begin(
         self, method: str, request: fleet.GenerateRequest | fleet.GenerateAllRequest, call: Call
-    ) -> Generation:
+    ) -> StreamStart:
         validate.check_generate(request)
         if call.caller.models:
             call.caller.check_model(self._head.get_session(request.session_id, call.caller.name).spec.model)
-        return await self._head.generate(
+        generation = await self._head.generate(
             request.session_id,
             request.generation_id,
             convert.generation_spec(request.spec),
@@ -199,17 +235,33 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
             call.trace,
             call.caller.name,
         )
+        return StreamStart(generation)
+
+    async def _complete(self, request: fleet.CompleteRequest, call: Call) -> StreamStart:
+        validate.check_complete(request, self._limits)
+        call.caller.check_model(request.session.model)
+        generation = await self._head.complete(
+            convert.session_spec(request.session),
+            convert.token_ids(request.token_ids),
+            convert.generation_spec(request.spec),
+            request.generation_id,
+            convert.request_key("Complete", request, call.caller.name),
+            call.trace,
+            call.caller.name,
+        )
+        return StreamStart(generation)
+
+    async def _attach(self, request: fleet.AttachGenerationRequest, call: Call) -> StreamStart:
+        validate.check_generation_request(request)
+        generation = await self._head.told(
+            lambda: self._head.find_generation(request.generation_id, call.caller.name)
+        )
+        return StreamStart(generation, request.from_index, request.branch)
 
 
-async def _relay(
-    generation: Generation,
-    from_index: int,
-    call: Call,
-    response_type: Callable[[], ResponseT],
-    branch: int = 0,
-) -> None:
-    """Send a generation's events from `from_index` on, each time all that is new. `branch`: the reader's."""
-    reader = generation.attach(from_index, branch)
+async def _relay(start: StreamStart, call: Call, response_type: Callable[[], ResponseT]) -> None:
+    """Send a generation's events from there on, each time all that is new."""
+    reader = start.generation.attach(start.from_index, start.branch)
     own_branch = reader.branch  # as long as the head lives
     try:
         finished = False

@@ -9,6 +9,7 @@ which a call tells apart from the head's own troubles with its links.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from fleet_service.api.access import Gate
 from fleet_service.api.errors import ErrorTranslator, WireError, is_foreseen, too_large
-from fleet_service.domain.access import ANYBODY
+from fleet_service.domain.access import ANYBODY, Caller
 from fleet_service.domain.errors import FleetError, invalid
 
 REQUEST_ID_KEY = "x-request-id"
@@ -81,6 +82,8 @@ class _Refused:
     """Stands for a request that could not be taken; raised once there is a call to answer."""
 
     error: FleetError
+    request: Any = None
+    """Where one of many could be decoded: it may hold what each part of it is answered by."""
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
@@ -130,33 +133,38 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         return self._wrapped[path]
 
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
-        decode = self._decoder(handler.request_deserializer or bytes)
-        # The stubs know streaming handlers as iterators; ours are coroutines that write.
-        serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        decode = self._decoder(handler.request_deserializer or bytes, one_of_many=handler.request_streaming)
+        # The stubs know streaming handlers as iterators; ours are coroutines that read and write.
+        serve: Any
+        if handler.request_streaming:
+            serve, make = handler.stream_stream, grpc.stream_stream_rpc_method_handler
+        elif handler.response_streaming:
+            serve, make = handler.unary_stream, grpc.unary_stream_rpc_method_handler
+        else:
+            serve, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
         behaviour: Any = self._behaviour(method, serve)
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
         return make(behaviour, decode, handler.response_serializer)
 
-    def _decoder(self, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def _decoder(self, decode: Callable[[bytes], Any], *, one_of_many: bool) -> Callable[[bytes], Any]:
         def decoded(data: bytes) -> Any:
-            if len(data) > self._max_request_bytes:
+            oversized = len(data) > self._max_request_bytes
+            if oversized and not one_of_many:
                 return _Refused(too_large(len(data), self._max_request_bytes))
             try:
-                return decode(data)
+                request = decode(data)
             except DecodeError:
                 return _Refused(invalid("request", "is not a message of the type that this method takes"))
+            return _Refused(too_large(len(data), self._max_request_bytes), request) if oversized else request
 
         return decoded
 
     def _behaviour(self, method: str, serve: _Behaviour) -> _Behaviour:
+        log = self._log.bind(method=method)
+
         async def behaviour(request: Any, context: Context) -> Any:
-            call = self._begin(method, context)
+            call = self._begin(method, log, context)
             try:
-                call.caller = self._gate.admit(method, call.metadata, context)
+                call.admit()
                 if isinstance(request, _Refused):
                     raise request.error
                 reply = await serve(request, call)
@@ -179,20 +187,24 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
         return behaviour
 
-    def _begin(self, method: str, context: Context) -> ServedCall:
+    def _begin(self, method: str, log: structlog.typing.FilteringBoundLogger, context: Context) -> ServedCall:
         metadata: Metadata = tuple(context.invocation_metadata() or ())
         trace = self._observer.rpc_started(method, metadata)
         request_id = _request_id_of(metadata) or self._new_request_id()
         structlog.contextvars.bind_contextvars(request_id=request_id)
         if trace.trace_id:
             structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
-        return ServedCall(context, trace, self._log.bind(method=method), request_id, metadata)
+
+        def admit() -> Caller:
+            return self._gate.admit(method, metadata, context)
+
+        return ServedCall(context, trace, log, request_id, admit)
 
 
 class ServedCall:
-    """One call: what its servicer may use (facade.Call), and the account of how it ended."""
+    """One call: what its servicer may use (facade.DuplexCall), and the account of how it ended."""
 
-    __slots__ = ("_context", "_log", "_started_s", "_trace", "caller", "metadata", "request_id")
+    __slots__ = ("_admit", "_context", "_log", "_started_s", "_trace", "caller", "request_id")
 
     def __init__(
         self,
@@ -200,14 +212,15 @@ class ServedCall:
         trace: RpcTrace,
         log: structlog.typing.FilteringBoundLogger,
         request_id: str,
-        metadata: Metadata,
+        admit: Callable[[], Caller],
     ) -> None:
+        """`admit` tells who calls, or raises FleetError when it may not."""
+        self._admit = admit
         self._context = context
         self._trace = trace
         self._log = log
         self._started_s = asyncio.get_running_loop().time()
         self.request_id = request_id
-        self.metadata = metadata
         self.caller = ANYBODY
 
     @property
@@ -219,6 +232,29 @@ class ServedCall:
         """What every call is answered with."""
         return ((REQUEST_ID_KEY, self.request_id),)
 
+    def admit(self) -> None:
+        """Find out who calls. Raises CREDENTIALS_REFUSED, PERMISSION_DENIED."""
+        self.caller = self._admit()
+
+    async def read(self) -> tuple[Any, FleetError | None] | None:
+        """The caller's next message and what it is refused for, if it is; None at their end.
+
+        Raises CallerGoneError, and FleetError as `admit` does: who may call is asked again, since such a call
+        may last for days.
+        """
+        try:
+            message = await self._context.read()
+        except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
+            raise CallerGoneError from error
+        if message is grpc.aio.EOF:
+            return None
+        self.admit()
+        if not isinstance(message, _Refused):
+            return message, None
+        if message.request is None:
+            raise message.error
+        return message.request, message.error
+
     async def write(self, message: Any) -> None:
         """Send one message. Raises CallerGoneError."""
         try:
@@ -228,7 +264,8 @@ class ServedCall:
 
     def succeeded(self) -> None:
         self._trace.ended("OK", "")
-        self._log.debug("call answered", caller=self.caller.name, took_s=self._took_s())
+        if self._log.is_enabled_for(logging.DEBUG):
+            self._log.debug("call answered", caller=self.caller.name, took_s=self._took_s())
 
     def failed(self, wire: WireError, bug: Exception | None) -> None:
         """A status goes out; `bug` is what nobody foresaw, for the log alone."""

@@ -18,6 +18,7 @@ from fleet.v1 import admin_service_pb2, admin_service_pb2_grpc, fleet_service_pb
 from fleet_service.addresses import why_not_bound
 from fleet_service.api.access import Gate, OpenGate
 from fleet_service.api.admin_servicer import AdminServicer
+from fleet_service.api.connection import ConnectParts
 from fleet_service.api.errors import ErrorTranslator
 from fleet_service.api.facade import CallersHead, OperatorsHead
 from fleet_service.api.fleet_servicer import FleetServicer
@@ -61,6 +62,8 @@ class EdgeParts:
     new_request_id: Callable[[], str]
     limits: Limits = field(default_factory=Limits)
     max_request_bytes: int = 16 * 1024 * 1024
+    max_open_calls: int = 16_384
+    """Of one connection of Connect."""
     reflection: bool = True
     gate: Gate = field(default_factory=OpenGate)
     """Who may call the callers' and the operators' service."""
@@ -69,11 +72,20 @@ class EdgeParts:
 class Listener:
     """One listening server. Made in the running loop that serves it."""
 
-    def __init__(self, server: grpc.aio.Server, health: HealthServicer, service: str, port: int) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        health: HealthServicer,
+        service: str,
+        port: int,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_stop` ends the calls that do not end by themselves."""
         self._server = server
         self._health = health
         self._service = service
         self.port = port
+        self._on_stop = on_stop
 
     async def start(self) -> None:
         """Take calls from now on."""
@@ -90,6 +102,7 @@ class Listener:
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, wait up to `grace_s` seconds for those that run, then cancel them."""
         self._health.close()
+        self._on_stop()
         await self._server.stop(grace_s)
 
 
@@ -101,8 +114,16 @@ def callers_listener(
     Raises ListenError, TlsError.
     """
     server = _server(FLEET_SERVICE, parts)
-    fleet_service_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(head, parts.limits), server)
-    return _listen(server, FLEET_SERVICE, address, parts, tls)
+    connecting = ConnectParts(
+        translator=ErrorTranslator(parts.rng),
+        observer=parts.observer,
+        log=parts.log,
+        max_open_calls=parts.max_open_calls,
+        max_request_bytes=parts.max_request_bytes,
+    )
+    servicer = FleetServicer(head, parts.limits, connecting)
+    fleet_service_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
+    return _listen(server, FLEET_SERVICE, address, parts, tls, servicer.end_connections)
 
 
 def operators_listener(
@@ -169,7 +190,12 @@ def _options(max_request_bytes: int) -> dict[str, int]:
 
 
 def _listen(
-    server: grpc.aio.Server, service: str, address: str, parts: EdgeParts, tls: ServerTls | None = None
+    server: grpc.aio.Server,
+    service: str,
+    address: str,
+    parts: EdgeParts,
+    tls: ServerTls | None = None,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> Listener:
     credentials = tls.credentials() if tls else None
     health = HealthServicer([service])
@@ -185,7 +211,7 @@ def _listen(
             port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ListenError(f"cannot listen on {address}: {error}") from error
-    return Listener(server, health, service, port)
+    return Listener(server, health, service, port, on_stop)
 
 
 def _bind_failure(address: str) -> str:

@@ -130,10 +130,12 @@ class _Problems:
     def session_spec(self, field: str, spec: fleet.SessionSpec, limits: Limits) -> None:
         self.need_name(f"{field}.model", spec.model)
         self.optional_name(f"{field}.model_revision", spec.model_revision)
-        self.sampling(f"{field}.sampling", spec.sampling)
+        if spec.HasField("sampling"):
+            self.sampling(f"{field}.sampling", spec.sampling)
         self.known(f"{field}.qos_class", spec.qos_class, _QOS_CLASSES)
         self.known(f"{field}.replay", spec.replay, _REPLAY_MODES)
-        self._selector(f"{field}.node_selector", spec)
+        if spec.node_selector:
+            self._selector(f"{field}.node_selector", spec)
         if len(spec.engine_options) > limits.max_engine_options_bytes:
             self.add(f"{field}.engine_options", f"must be at most {limits.max_engine_options_bytes} bytes")
 
@@ -150,10 +152,12 @@ class _Problems:
     def generation_spec(self, field: str, spec: fleet.GenerationSpec) -> None:
         if spec.HasField("max_wall_ms") and spec.max_wall_ms < 1:
             self.add(f"{field}.max_wall_ms", "must be at least 1; leave it out for the head's default")
-        self.sampling(f"{field}.sampling", spec.sampling)
+        if spec.HasField("sampling"):
+            self.sampling(f"{field}.sampling", spec.sampling)
         self.known(f"{field}.on_disconnect", spec.on_disconnect, _ON_DISCONNECT)
         self.known(f"{field}.qos_class", spec.qos_class, _QOS_CLASSES)
-        self._stop(f"{field}.stop", spec.stop)
+        if spec.stop:
+            self._stop(f"{field}.stop", spec.stop)
 
     def _stop(self, field: str, stop: Sequence[types.TokenSequence]) -> None:
         if len(stop) > MAX_STOP_SEQUENCES:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from fleet_service.domain.specs import Qos, Sampling
+from fleet_service.domain.value import value
 
 
 class RefusalCode(Enum):
@@ -24,7 +25,7 @@ class RefusalCode(Enum):
     UNRECOGNISED = "UNRECOGNISED"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Refusal:
     """A command refused. `detail` is for the head's log and never reaches a caller."""
 
@@ -54,7 +55,7 @@ class RunFinish(Enum):
     ERROR = "ERROR"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Introduction:
     """Who the head is, for the handshake, leases and reports."""
 
@@ -63,7 +64,7 @@ class Introduction:
     term: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Assign:
     """Bind a session under a new epoch, with an empty context."""
 
@@ -78,7 +79,7 @@ class Assign:
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Append:
     """context = context[:base_length] + token_ids."""
 
@@ -89,7 +90,7 @@ class Append:
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Run:
     """Generate on exactly the context named; `assign` and `append` ride along where the node takes them.
 
@@ -113,7 +114,7 @@ class Run:
     carrier: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CancelRun:
     """End a generation on its node."""
 
@@ -122,7 +123,7 @@ class CancelRun:
     generation_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Revoke:
     """Free a session on a node; bars `epoch` and all older ones."""
 
@@ -130,7 +131,7 @@ class Revoke:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class HeldSession:
     """A session as a node holds it (its answer to Reconcile)."""
 

@@ -38,7 +38,8 @@ class Context:
         self._ids = array("I")
         self._away: int | None = None
         self._crc32 = 0
-        self.append(token_ids)
+        if token_ids:
+            self.append(token_ids)
 
     @classmethod
     def kept_elsewhere(cls, length: int, crc32: int) -> Context:

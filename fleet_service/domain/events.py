@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from fleet_service.domain.errors import Reason
+from fleet_service.domain.value import value
 
 
 class FinishReason(Enum):
@@ -36,7 +37,7 @@ class MoveCause(Enum):
     HEAD_RESTARTED = "HEAD_RESTARTED"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ErrorCause:
     """What ended a generation with finish ERROR."""
 
@@ -45,7 +46,7 @@ class ErrorCause:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Accepted:
     """The head has taken the generation."""
 
@@ -53,7 +54,7 @@ class Accepted:
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Started:
     """The generation's first dispatch to a node."""
 
@@ -61,7 +62,7 @@ class Started:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tokens:
     """All tokens new to the reader, the first at `first_index`."""
 
@@ -69,7 +70,7 @@ class Tokens:
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Moved:
     """A further attempt goes on at `next_index`; `gap_s` since the last sign of the one before."""
 
@@ -81,7 +82,7 @@ class Moved:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Timings:
     """Seconds. The first and the last token's count from acceptance; None when there was no token."""
 
@@ -92,7 +93,7 @@ class Timings:
     last_token_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finished:
     """The one terminal event."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -18,8 +17,7 @@ class QueueFullError(Exception):
         self.limit = limit
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Ticket:
+class Ticket(NamedTuple):
     """An item's place: lower goes first. Belongs to the queue that gave it."""
 
     qos: int

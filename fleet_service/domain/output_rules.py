@@ -7,17 +7,20 @@ and however they were batched: a stop sequence may begin on one node and be comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fleet_service.domain.events import FinishReason
+from fleet_service.domain.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OutputEnd:
     """Why the output ends. `stop_index` names the stop sequence that was completed, with STOP only."""
 
     reason: FinishReason
     stop_index: int | None = None
+
+
+_LENGTH = OutputEnd(FinishReason.LENGTH)
 
 
 class OutputRules:
@@ -43,7 +46,7 @@ class OutputRules:
             self._stops_by_last.setdefault(sequence[-1], []).append((index, list(sequence)))
         self._eos = eos_token_ids
         self._max_new_tokens = max_new_tokens
-        self._watched = eos_token_ids | self._stops_by_last.keys()
+        self._watched = eos_token_ids.union(self._stops_by_last) if stop else eos_token_ids
         # As much of the earlier output as a stop sequence can reach back into from the next token.
         self._keep = max((len(sequence) for sequence in stop), default=1) - 1
         self._tail: list[int] = []
@@ -78,7 +81,7 @@ class OutputRules:
     def end_now(self) -> OutputEnd | None:
         """How the output has ended without a further token: as found before, or LENGTH at the limit."""
         if self._end is None and self._count >= self._max_new_tokens:
-            self._end = OutputEnd(FinishReason.LENGTH)
+            self._end = _LENGTH
         return self._end
 
     def accept(self, token_ids: Sequence[int]) -> tuple[int, OutputEnd | None]:
@@ -87,18 +90,18 @@ class OutputRules:
         Returns how many of them are delivered, the ending one included, and how the output ends there (None:
         it goes on). After the end nothing more is delivered and the same end is returned.
         """
-        end = self.end_now()
-        if end is not None:
-            return 0, end
         room = self._max_new_tokens - self._count
-        new = list(token_ids[:room])
-        taken = len(new)
-        if not self._watched.isdisjoint(new):
-            taken, self._end = self._first_match(new)
+        if self._end is not None or not room:
+            return 0, self.end_now()
+        taken = len(token_ids)
+        if taken > room:
+            token_ids, taken = token_ids[:room], room
+        if not self._watched.isdisjoint(token_ids):
+            taken, self._end = self._first_match(list(token_ids))
         self._count += taken
         if self._keep:
-            self._tail = (self._tail + new[:taken])[-self._keep :]
-        return taken, self.end_now()
+            self._tail = [*self._tail, *token_ids[:taken]][-self._keep :]
+        return taken, self.end_now() if taken == room else self._end
 
     def _first_match(self, new: list[int]) -> tuple[int, OutputEnd | None]:
         output = self._tail + new

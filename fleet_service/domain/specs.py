@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum, IntEnum
+
+from fleet_service.domain.value import value
 
 
 class Qos(IntEnum):
@@ -30,7 +32,7 @@ class OnDisconnect(Enum):
     CONTINUE = "continue"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sampling:
     """How tokens are drawn, resolved: every field has its value. temperature 0 is greedy."""
 
@@ -45,7 +47,11 @@ class Sampling:
         return self.temperature == 0.0
 
 
-@dataclass(frozen=True, slots=True)
+GREEDY = Sampling()
+"""As it is unless asked otherwise."""
+
+
+@value
 class SamplingOverride:
     """Sampling as asked for: None where the request is silent."""
 
@@ -57,6 +63,8 @@ class SamplingOverride:
 
     def over(self, base: Sampling, fresh_seed: int) -> Sampling:
         """`base` with what is asked for here. Sampled and without any seed: `fresh_seed` (non-zero)."""
+        if self is AS_BEFORE and (base.greedy or base.seed):
+            return base
         merged = Sampling(
             temperature=base.temperature if self.temperature is None else self.temperature,
             top_p=base.top_p if self.top_p is None else self.top_p,
@@ -69,27 +77,44 @@ class SamplingOverride:
         return merged
 
 
-@dataclass(frozen=True, slots=True)
+AS_BEFORE = SamplingOverride()
+"""Asks for nothing."""
+
+
+@value
 class SessionSpec:
     """What a session is. `model_revision` "" = that of the node chosen first."""
 
     model: str
     model_revision: str = ""
-    sampling: SamplingOverride = SamplingOverride()
+    sampling: SamplingOverride = AS_BEFORE
     qos: Qos = Qos.INTERACTIVE
     node_selector: Mapping[str, str] = field(default_factory=dict)
     expected_output_tokens: int = 0
     replay: Replay = Replay.ALLOWED
     engine_options: bytes = b""
 
+    def of_revision(self, revision: str) -> SessionSpec:
+        """The same of that revision; a fifth of what `replace` costs, once for each session."""
+        return SessionSpec(
+            model=self.model,
+            model_revision=revision,
+            sampling=self.sampling,
+            qos=self.qos,
+            node_selector=self.node_selector,
+            expected_output_tokens=self.expected_output_tokens,
+            replay=self.replay,
+            engine_options=self.engine_options,
+        )
 
-@dataclass(frozen=True, slots=True)
+
+@value
 class GenerationSpec:
     """What one generation may produce. None and 0 stand for the head's or the session's default."""
 
     max_new_tokens: int | None = None
     max_wall_s: float | None = None
-    sampling: SamplingOverride = SamplingOverride()
+    sampling: SamplingOverride = AS_BEFORE
     stop: tuple[tuple[int, ...], ...] = ()
     extend_context: bool = False
     on_disconnect: OnDisconnect = OnDisconnect.CANCEL

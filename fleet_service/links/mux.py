@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import structlog
 
@@ -43,6 +44,9 @@ _log = structlog.get_logger(__name__)
 MAX_UNANSWERED = 4096
 """Commands, and cancelled runs, that a node may owe the answer or end of; with more the link is given up."""
 
+COMPANY_S = 0.01
+"""How long a revoke may wait for a frame that leaves anyway."""
+
 _ENVELOPE_BYTES = 64
 """What a frame needs at most beyond its commands and acknowledgements."""
 _COMMAND_BYTES = 8
@@ -54,6 +58,7 @@ _Answer = (
     | node_service_pb2.CancelResponse
     | node_service_pb2.RevokeResponse
 )
+_T = TypeVar("_T")
 _Settle = Callable[[link_pb2.NodeReply | None], None]
 
 
@@ -95,6 +100,7 @@ class MuxLink:
         self._outgoing: dict[int, link_pb2.HeadCommand] = {}
         self._last_call_id = 0
         self._to_write = asyncio.Event()
+        self._leaves: asyncio.TimerHandle | None = None  # of what waits for company
         self._runs = RunTable(acknowledges=self._resumes, ack_due=self._to_write.set)
         self._ended: asyncio.Future[LinkError | None] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,33 +138,31 @@ class MuxLink:
 
     async def assign(self, command: Assign) -> Refusal | None:
         request = link_pb2.HeadCommand(assign=convert.assign_request(command, self._introduction))
-        reply = await self._ask("assign", request)
-        return _refusal(reply.assign)
+        return await self._ask("assign", request, lambda reply: _refusal(reply.assign))
 
     async def append(self, command: Append) -> Refusal | None:
-        reply = await self._ask("append", link_pb2.HeadCommand(append=convert.append_request(command)))
-        return _refusal(reply.append)
+        request = link_pb2.HeadCommand(append=convert.append_request(command))
+        return await self._ask("append", request, lambda reply: _refusal(reply.append))
 
     async def cancel(self, command: CancelRun) -> Refusal | None:
-        reply = await self._ask("cancel", link_pb2.HeadCommand(cancel=convert.cancel_request(command)))
-        return _refusal(reply.cancel)
+        request = link_pb2.HeadCommand(cancel=convert.cancel_request(command))
+        return await self._ask("cancel", request, lambda reply: _refusal(reply.cancel))
 
-    async def revoke(self, command: Revoke) -> Refusal | None:
-        reply = await self._ask("revoke", link_pb2.HeadCommand(revoke=convert.revoke_request(command)))
-        return _refusal(reply.revoke)
+    def revoke(self, command: Revoke) -> asyncio.Future[Refusal | None]:
+        """Leaves with the next frame, for which it waits a little: by itself it costs what a frame costs."""
+        request = link_pb2.HeadCommand(revoke=convert.revoke_request(command))
+        return self._ask("revoke", request, lambda reply: _refusal(reply.revoke), company_s=COMPANY_S)
 
     async def renew_lease(self, lease_s: float, term: int) -> bool:
-        request = convert.renew_request(self._introduction, lease_s, term)
-        reply = await self._ask("renew_lease", link_pb2.HeadCommand(renew_lease=request))
-        return reply.renew_lease.renewed
+        request = link_pb2.HeadCommand(renew_lease=convert.renew_request(self._introduction, lease_s, term))
+        return await self._ask("renew_lease", request, lambda reply: reply.renew_lease.renewed)
 
     async def reconcile(self) -> list[HeldSession]:
-        request = convert.reconcile_request(self._introduction)
-        reply = await self._ask("reconcile", link_pb2.HeadCommand(reconcile=request))
-        return convert.held_sessions(reply.reconcile)
+        request = link_pb2.HeadCommand(reconcile=convert.reconcile_request(self._introduction))
+        return await self._ask("reconcile", request, lambda reply: convert.held_sessions(reply.reconcile))
 
     async def ping(self) -> None:
-        await self._ask("cancel", link_pb2.HeadCommand(cancel=convert.ping_request()))
+        await self._ask("cancel", link_pb2.HeadCommand(cancel=convert.ping_request()), lambda _reply: None)
 
     def run(self, command: Run, sink: RunSink) -> MuxRun:
         """Start a generation. Raises ValueError when a number of the command does not fit its wire type.
@@ -166,9 +170,10 @@ class MuxLink:
         The node's acceptance has no time limit: a run that it is silent about is for the sink's owner to
         judge and to close, as on a plain link.
         """
-        request = link_pb2.HeadCommand(
-            generate=convert.generate_request(command, self._introduction), trace=command.carrier
-        )
+        request = link_pb2.HeadCommand()
+        convert.write_generate(request.generate, command, self._introduction)
+        if command.carrier:
+            request.trace.update(command.carrier)
         run = MuxRun(command, sink, self._cancel_run)
         refused = self._cannot_post("generate", request)
         if refused is not None:
@@ -197,23 +202,44 @@ class MuxLink:
 
     # Asking
 
-    async def _ask(self, kind: str, request: link_pb2.HeadCommand) -> link_pb2.NodeReply:
-        """Send a command and await its reply. Raises a LinkError."""
+    def _ask(
+        self,
+        kind: str,
+        request: link_pb2.HeadCommand,
+        read: Callable[[link_pb2.NodeReply], _T],
+        company_s: float = 0.0,
+    ) -> asyncio.Future[_T]:
+        """Send a command; what `read` makes of its reply, or a LinkError. Many cost no task each.
+
+        `company_s`: how long it may wait for others to leave with.
+        """
+        answer: asyncio.Future[_T] = self._loop.create_future()
         refused = self._cannot_post(kind, request)
         if refused is not None:
-            raise refused
-        answer: asyncio.Future[link_pb2.NodeReply | None] = self._loop.create_future()
-        call_id = self._post(kind, request, partial(_settle, answer))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await answer
-        except TimeoutError:
-            raise LinkTimeoutError(f"{kind}: no answer within {self._timeout_s:g} s") from None
-        finally:
+            answer.set_exception(refused)
+            return answer
+
+        def settle(reply: link_pb2.NodeReply | None) -> None:
+            if answer.done():
+                return
+            if reply is None:
+                answer.set_exception(self._gone(kind))
+            else:
+                answer.set_result(read(reply))
+
+        def expire() -> None:
+            if not answer.done():
+                text = f"{kind}: no answer within {self._timeout_s:g} s"
+                answer.set_exception(LinkTimeoutError(text))
+
+        def over(_answer: asyncio.Future[_T]) -> None:
+            timer.cancel()
             self._take_back(call_id)
-        if reply is None:
-            raise self._gone(kind)
-        return reply
+
+        call_id = self._post(kind, request, settle, company_s)
+        timer = self._loop.call_later(self._timeout_s, expire)
+        answer.add_done_callback(over)
+        return answer
 
     def _cannot_post(self, kind: str, request: link_pb2.HeadCommand) -> LinkError | None:
         if self._ended.done():
@@ -228,13 +254,16 @@ class MuxLink:
             )
         return None
 
-    def _post(self, kind: str, request: link_pb2.HeadCommand, settle: _Settle) -> int:
+    def _post(self, kind: str, request: link_pb2.HeadCommand, settle: _Settle, company_s: float = 0.0) -> int:
         """Put a command in line. `settle` is called once, unless the command is taken back."""
         self._last_call_id += 1
         request.call_id = self._last_call_id
         self._asked[request.call_id] = _Asked(kind, settle)
         self._outgoing[request.call_id] = request
-        self._to_write.set()
+        if not company_s:
+            self._to_write.set()
+        elif self._leaves is None:
+            self._leaves = self._loop.call_later(company_s, self._to_write.set)
         return self._last_call_id
 
     def _take_back(self, call_id: int) -> bool:
@@ -265,6 +294,9 @@ class MuxLink:
 
     def _gather(self) -> link_pb2.HeadFrame | None:
         """The next frame: commands in their order, as many as fit, and what is to be acknowledged."""
+        if self._leaves is not None:
+            self._leaves.cancel()
+            self._leaves = None
         acks = self._runs.acks()
         if not self._outgoing and not acks:
             return None
@@ -343,6 +375,8 @@ class MuxLink:
         if self._ended.done():
             return False
         self._ended.set_result(error)
+        if self._leaves is not None:
+            self._leaves.cancel()
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
@@ -389,11 +423,6 @@ class _KeptNews:
     def pass_on(self, listener: LinkListener) -> None:
         if self._report is not None:
             listener.on_report(self._report, self._models)
-
-
-def _settle(answer: asyncio.Future[link_pb2.NodeReply | None], reply: link_pb2.NodeReply | None) -> None:
-    if not answer.done():
-        answer.set_result(reply)
 
 
 def _no_matter(reply: link_pb2.NodeReply | None) -> None:

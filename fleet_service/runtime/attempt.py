@@ -65,7 +65,7 @@ class _Refused(Exception):
 
 
 class Attempt:
-    """A RunSink. `dispatched` is called when the attempt's epoch is known and its commands go out."""
+    """A RunSink."""
 
     def __init__(
         self,
@@ -74,18 +74,17 @@ class Attempt:
         reservation: Reservation,
         binding: Binding,
         link: NodeLink,
-        dispatched: Callable[[Attempt], None],
     ) -> None:
         self.generation = generation
         self.node = reservation.node
         self.binding = binding
         self.epoch = binding.epoch
         self.tokens = 0
-        self.last_sign_s = context.loop.time()
+        self._clock = context.loop.time
+        self.last_sign_s = self._clock()
         self._context = context
         self._reservation = reservation
         self._link = link
-        self._dispatched = dispatched
         self._ended: asyncio.Future[Failure] = context.loop.create_future()
         self._handle: RunHandle | None = None
         self._over = False
@@ -96,12 +95,15 @@ class Attempt:
             context.loop,
             context.settings.generation_stall_s,
             generation.context_tokens + generation.log.received,
-            prefill_rate=lambda: self.node.report.prefill_tokens_per_s if self.node.report else 0,
-            stalled=lambda detail: self._fail(self._failure(FailureClass.STALLED, detail)),
+            self.node.prefill_tokens_per_s,
         )
 
-    async def run(self) -> Failure:
-        """The failure that ended the attempt. Cancelled when its generation is decided first."""
+    async def run(self, dispatched: Callable[[Attempt], None]) -> Failure:
+        """The failure that ended the attempt. Cancelled when its generation is decided first.
+
+        `dispatched` is called when its commands go out. Once it has ended nothing of it points to itself, so
+        that it goes without having to be found as garbage.
+        """
         session = self.generation.session
         trace = self.generation.trace.attempt_started(
             self.node.name, self.epoch, self.generation.attempts, self.generation.log.received
@@ -109,7 +111,7 @@ class Attempt:
         self._reservation.on_lost = self._node_lost
         failure: Failure | None = None
         try:
-            self._dispatched(self)
+            dispatched(self)
             try:
                 command = await self._prepare(dict(trace.carrier()))
             except _Refused as refused:
@@ -125,6 +127,7 @@ class Attempt:
             self._over = True
             self._reservation.on_lost = None
             self._stall.stop()
+            del self._stall  # what it calls holds the attempt: without a cycle both go at once
             if self._handle is not None and not self.generation.left:
                 self._handle.close()  # which cancels it at the node
             # A cancel of this task cancels the future it waits for as well.
@@ -137,7 +140,7 @@ class Attempt:
         """Run it, and take it up again where the link blips and the node has kept it."""
         while True:
             self._handle = self._link.run(command, self)
-            self._stall.start()
+            self._stall.start(self._stalled)
             failure = await self._ended
             if failure.kind is not FailureClass.LINK_LOST or not self._link.resumes:
                 return failure
@@ -279,7 +282,7 @@ class Attempt:
     ) -> None:
         if self._over or self._ended.done():
             return
-        now_s = self._context.loop.time()
+        now_s = self._clock()
         self.last_sign_s = now_s
         if refusal is not None:
             self._fail(self._failure_of(refusal))
@@ -302,7 +305,8 @@ class Attempt:
 
     def _take_tokens(self, first_index: int, token_ids: Sequence[int], now_s: float) -> bool:
         generation = self.generation
-        have = generation.log.received
+        log = generation.log
+        have = log.received
         if first_index > have:
             self._fail(self._failure(FailureClass.INDEX_GAP, f"index {first_index} came, {have} was next"))
             return False
@@ -315,10 +319,10 @@ class Attempt:
                 )
                 return False
             self._reservation.caught_up()
-            self._stall.enter(Phase.DECODE, now_s, token=True)
+            self._stall.token(now_s)
             generation.deliver(new, now_s)
-            self.tokens += generation.log.received - have
-        return generation.finished is None
+            self.tokens += log.received - have
+        return log.finished is None
 
     def _confirm(self) -> None:
         """The first answer to a run that carried its own assign and append."""
@@ -374,6 +378,9 @@ class Attempt:
 
     def _node_lost(self, kind: FailureClass, detail: str) -> None:
         self._fail(self._failure(kind, detail))
+
+    def _stalled(self, detail: str) -> None:
+        self._fail(self._failure(FailureClass.STALLED, detail))
 
     def _fail(self, failure: Failure) -> None:
         if not self._over and not self._ended.done():

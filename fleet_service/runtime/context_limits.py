@@ -37,8 +37,7 @@ class ContextLimits:
 
     def check_vocabulary(self, model: str, token_ids: Sequence[int]) -> None:
         """Raises INVALID_FIELD for a token that the model, as far as nodes tell of it, does not have."""
-        sizes = (node.models[model].vocab_size for node in self._fleet.serving(model))
-        size = next((size for size in sizes if size), 0)
+        size = self._fleet.vocabulary(model)
         if size and token_ids and max(token_ids) >= size:
             raise invalid("token_ids", f"must be below {size}, the size of the vocabulary of model {model}")
 

@@ -159,10 +159,9 @@ class Drains:
     def _keep_lane(self, record: DrainRecord, generation: Generation) -> tuple[Place | None, Fate]:
         """A lane that nobody waits for, on a node that may take one more prefill now."""
         demand = self._demand(generation)
-        ready = [node for node in self._fleet.serving(demand.model) if node.has_room_for_move]
         try:
-            if ready:
-                chosen = self._fleet.choose(demand, ready)
+            chosen = self._fleet.choose_with(demand, lambda node: node.has_room_for_move)
+            if chosen is not None:
                 return self._keep(record, generation, chosen, replays=True), Fate.MOVES
         except (FleetError, QueueFullError):
             pass

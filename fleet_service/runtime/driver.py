@@ -67,9 +67,10 @@ class Driver:
         self._fleet = fleet
         self._context = context
         self._budget = AttemptBudget(replay_allowed=generation.session.spec.replay is not Replay.NEVER)
-        moves = [event for _index, event in generation.log.marks if isinstance(event, Moved)]
-        sure = [move for move in moves if move.cause not in _MAY_HAVE_COST_NOTHING]
-        self._budget.taken_up(generation.log.received, sure)
+        if reservation is None:
+            moves = [event for _index, event in generation.log.marks if isinstance(event, Moved)]
+            sure = [move for move in moves if move.cause not in _MAY_HAVE_COST_NOTHING]
+            self._budget.taken_up(generation.log.received, sure)
         self._last: Attempt | None = None
         self._kept: Place | None = None
         self._seen_alive = False
@@ -95,6 +96,7 @@ class Driver:
                 self._place.release()
             if self._kept is not None:
                 self._kept.release()
+            self._last = None  # it holds the driver: without a cycle both go at once
 
     async def _first_place_again(self) -> None:
         """On the node that had it, if it comes back soon and still holds the session; else anywhere."""
@@ -156,12 +158,12 @@ class Driver:
             return Failure(FailureClass.DRAINED, node.name)
         session = self._generation.session
         binding = session.bind(node, self._fleet.next_epoch)
-        if not binding.sent or binding.overhang:
+        if (not binding.sent or binding.overhang) and self._context.journal.keeps:
             bound = SessionBound(session.session_id, node.name, node.incarnation, binding.epoch)
             self._context.journal.put(bound)
         self._generation.attempts += 1
-        attempt = Attempt(self._context, self._generation, reservation, binding, link, self._announce)
-        failure = await attempt.run()
+        attempt = Attempt(self._context, self._generation, reservation, binding, link)
+        failure = await attempt.run(self._announce)
         if failure.kind is FailureClass.LINK_LOST:
             self._let_go(reservation)
             return await self._verdict_on(failure, node, link, binding.life)
@@ -203,7 +205,9 @@ class Driver:
         generation = self._generation
         index = generation.log.received
         generation.log.mark(event)
-        self._context.journal.put(AttemptStarted(generation.generation_id, index, event, generation.attempts))
+        if self._context.journal.keeps:
+            started = AttemptStarted(generation.generation_id, index, event, generation.attempts)
+            self._context.journal.put(started)
 
     async def _after(self, failure: Failure) -> None:
         generation, node = self._generation, self._fleet.find(failure.node)

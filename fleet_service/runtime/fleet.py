@@ -6,22 +6,28 @@ A choice is a reservation and a binding, made in the same step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from fleet_service.domain.epochs import EpochCounter, choose_term
 from fleet_service.domain.errors import FleetError, Reason
+from fleet_service.domain.node_types import ModelInfo
 from fleet_service.domain.placement import (
     Demand,
     LeftOut,
+    Pool,
+    Rates,
     Verdict,
     choose,
-    estimate_ms,
+    estimates_ms,
     explain,
     left_out,
     make_policy,
+    never,
     rates_of,
     refusal,
+    takers,
     typical_rates,
 )
 from fleet_service.runtime.generation import Generation
@@ -31,6 +37,9 @@ from fleet_service.runtime.reservation import Reservation
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.turns import Turns
+
+TYPICAL_OF = 256
+"""Nodes of a model by which is judged what its typical rates are."""
 
 
 class Fleet:
@@ -45,8 +54,15 @@ class Fleet:
         self._epochs = EpochCounter(term)
         self._policy = make_policy(settings.policy, settings.pool_high_pct)
         self._nodes: dict[str, Node] = {}
+        self._by_address: dict[str, Node] = {}
+        self._without_models: dict[Node, None] = {}
         self._by_model: dict[str, dict[str, Node]] = {}
-        self._models_of: dict[str, frozenset[str]] = {}
+        self._models_of: dict[str, Mapping[str, ModelInfo]] = {}
+        self.pool: Pool[Node] = Pool(shuns_hot=self._policy.shuns_hot)
+        """What is dealt from where there are very many nodes."""
+        # By model: its vocabulary, and a node that held what was last asked for.
+        self._vocabularies: dict[str, int] = {}
+        self._holders: dict[str, Node] = {}
         self._changed: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self.turns = Turns()
@@ -95,7 +111,7 @@ class Fleet:
 
     def at(self, address: str) -> Node | None:
         """The node dialed at that address."""
-        return next((node for node in self._nodes.values() if node.address == address), None)
+        return self._by_address.get(address)
 
     def named(self, name: str) -> Node | None:
         """The node of that name."""
@@ -103,9 +119,11 @@ class Fleet:
 
     def add(self, node: Node) -> None:
         node.on_change = self._node_changed
+        node.on_heat = self.pool.update
         node.on_room = self._has_room
         node.on_owed = self.on_owed
         self._nodes[node.name] = node
+        self._by_address[node.address] = node
         self._node_changed(node)
 
     def rename(self, node: Node, name: str) -> None:
@@ -126,12 +144,24 @@ class Fleet:
     def remove(self, node: Node) -> None:
         node.removed = True
         del self._nodes[node.name]
+        if self._by_address.get(node.address) is node:
+            del self._by_address[node.address]
         self._unindex(node)
+        self._without_models.pop(node, None)
+        self.pool.take_out(node)
         self._announce()
 
-    def serving(self, model: str) -> Sequence[Node]:
-        """The nodes known to serve a model, up or not."""
-        return list(self._by_model.get(model, {}).values())
+    def serving(self, model: str) -> Collection[Node]:
+        """The nodes known to serve a model, up or not; to be gone through in one step."""
+        return self._by_model.get(model, {}).values()
+
+    def vocabulary(self, model: str) -> int:
+        """The size of the model's vocabulary, as far as a node tells of it; 0 = unknown."""
+        size = self._vocabularies.get(model)
+        if size is None:
+            sizes = (node.models[model].vocab_size for node in self.serving(model))
+            size = self._vocabularies[model] = next((size for size in sizes if size), 0)
+        return size
 
     @property
     def models(self) -> Sequence[str]:
@@ -144,9 +174,15 @@ class Fleet:
         return self._changed
 
     def _node_changed(self, node: Node) -> None:
-        if not node.removed and self._models_of.get(node.name) != frozenset(node.models):
-            self._unindex(node)
-            self._index(node)
+        if not node.removed:
+            if self._models_of.get(node.name) != node.models:
+                self._unindex(node)
+                self._index(node)
+            if node.models:
+                self._without_models.pop(node, None)
+            else:
+                self._without_models[node] = None
+            self.pool.update(node)
         self._announce()
 
     def room_for_more(self) -> asyncio.Future[None]:
@@ -165,24 +201,47 @@ class Fleet:
         self._has_room()
 
     def _index(self, node: Node) -> None:
-        self._models_of[node.name] = frozenset(node.models)
+        self._models_of[node.name] = node.models
         for model in node.models:
             self._by_model.setdefault(model, {})[node.name] = node
+            self._vocabularies.pop(model, None)
 
     def _unindex(self, node: Node) -> None:
-        for model in self._models_of.pop(node.name, frozenset()):
+        for model in self._models_of.pop(node.name, {}):
+            self._vocabularies.pop(model, None)
+            self._holders.pop(model, None)
             self._by_model[model].pop(node.name, None)
             if not self._by_model[model]:
                 del self._by_model[model]
 
     # Placement
 
-    def choose(self, demand: Demand, among: Sequence[Node] | None = None) -> Node:
+    def choose(self, demand: Demand) -> Node:
         """The node that takes `demand`. Raises FleetError as domain.placement.choose does."""
-        known = self.serving(demand.model) if among is None else among
+        known, now_s, limit = self.serving(demand.model), self._clock(), self._settings.queue_limit_per_node
+        if len(known) <= self._settings.compare_all_nodes:
+            chosen = choose(known, self._without_models, demand, self._policy, now_s, limit)
+            return self._nodes[chosen.name]
+        dealt = self.pool.choose(demand, self._policy, now_s, limit)
+        if dealt is None:
+            raise self.refusal(demand)
+        return dealt
+
+    def choose_with(self, demand: Demand, fits: Callable[[Node], bool]) -> Node | None:
+        """Of those nodes that fit, one that takes `demand`; None where none of those looked at does."""
+        found = self._takers_with(demand, fits)
+        if not found:
+            return None
         limit = self._settings.queue_limit_per_node
-        chosen = choose(known, self.nodes, demand, self._policy, self._clock(), limit)
+        chosen = choose(found, found, demand, self._policy, self._clock(), limit)
         return self._nodes[chosen.name]
+
+    def _takers_with(self, demand: Demand, fits: Callable[[Node], bool]) -> list[Node]:
+        """All nodes that fit and can take `demand`; where there are very many nodes, of the next in turn."""
+        known, now_s = self.serving(demand.model), self._clock()
+        if len(known) > self._settings.compare_all_nodes:
+            return self.pool.some(demand, fits, now_s)
+        return [node for node in takers(known, demand, now_s) if fits(node)]
 
     def bind(self, session: Session, demand: Demand) -> Node:
         """Choose a node and bind the session to it, in one step. Raises FleetError as `choose` does."""
@@ -226,13 +285,13 @@ class Fleet:
 
     def _placed(self, generation: Generation, node: Node, demand: Demand) -> None:
         self.observer.placement(None)
-        generation.trace.placed(node.name, partial(self.explain, demand))
+        generation.trace.placed(node.name, partial(self.explain_choice, node, demand))
 
     def reserve_on(self, node: Node, generation: Generation, *, replays: bool = False) -> Reservation:
         """A reservation for the generation's next attempt. Raises QueueFullError."""
         return node.reserve(
             generation.qos,
-            self.demand_of(generation),
+            partial(self.demand_of, generation),
             replays=replays,
             generation_id=generation.generation_id,
         )
@@ -267,40 +326,62 @@ class Fleet:
         return any(left_out(node, demand, now_s, limit) in passing for node in self.serving(demand.model))
 
     def soonest_free(self, demand: Demand) -> tuple[Node, int] | None:
-        """Of the nodes that could take `demand` into a free lane now, the soonest done, and when, in ms."""
-        now_s, known = self._clock(), self.serving(demand.model)
-        typical = typical_rates(known)
-        free = [
-            (estimate_ms(node, demand, typical, now_s), node)
-            for node in known
-            if len(node.running) < node.lanes and not node.waiting and left_out(node, demand, now_s) is None
-        ]
+        """Of the nodes that could take `demand` into a free lane now, the soonest done, and when, in ms.
+
+        Where there are very many nodes, of those that are next in turn.
+        """
+        free = self._takers_with(demand, lambda node: len(node.running) < node.lanes and not node.waiting)
         if not free:
             return None
-        eta_ms, node = min(free, key=lambda pair: pair[0])
-        return node, eta_ms
+        etas_ms = estimates_ms(free, demand, self._clock(), self._typical(demand.model))
+        eta_ms = min(etas_ms)
+        return free[etas_ms.index(eta_ms)], eta_ms
 
     def left_here_ms(self, node: Node, demand: Demand, ahead: int) -> int:
         """What is left until an attempt behind `ahead` others on `node` is done, its prefill left out."""
-        rates = rates_of(node, typical_rates(self.serving(demand.model)))
+        rates = rates_of(node, self._typical(demand.model))
         return (ahead + 1) * demand.expected_output_tokens * 1000 // rates.decode_tokens_per_s
+
+    def _typical(self, model: str) -> Rates:
+        return typical_rates(islice(self.serving(model), TYPICAL_OF))
 
     def too_long(self, demand: Demand) -> FleetError | None:
         """CONTEXT_TOO_LONG when no node known for the model, up or down, could hold `demand`; else None."""
+        if not demand.min_window_tokens and self._some_could_hold(demand):
+            return None
         found = self.refusal(demand)
         return found if found.reason is Reason.CONTEXT_TOO_LONG else None
+
+    def _some_could_hold(self, demand: Demand) -> bool:
+        last = self._holders.get(demand.model)
+        if last is not None and never(last, demand) is None:
+            return True
+        holder = next((node for node in self.serving(demand.model) if never(node, demand) is None), None)
+        if holder is not None:
+            self._holders[demand.model] = holder
+        return holder is not None
 
     def refusal(self, demand: Demand) -> FleetError:
         """The error for a demand that no node can take now."""
         limit = self._settings.queue_limit_per_node
-        return refusal(self.serving(demand.model), self.nodes, demand, self._clock(), limit)
+        return refusal(self.serving(demand.model), self._without_models, demand, self._clock(), limit)
 
     def explain(self, demand: Demand) -> list[Verdict]:
+        """A verdict on every node; O(nodes)."""
         # Those that serve the model in the order that `choose` sees them in: turns are taken by it.
         known = self.serving(demand.model)
-        others = [node for node in self.nodes if demand.model not in self._models_of.get(node.name, ())]
-        limit = self._settings.queue_limit_per_node
-        return explain([*known, *others], demand, self._policy, self._clock(), limit)
+        others = [node for node in self._nodes.values() if demand.model not in node.models]
+        return self._verdicts([*known, *others], demand)
+
+    def explain_choice(self, node: Node, demand: Demand) -> list[Verdict]:
+        """A verdict on the node just chosen and on others: all, or the best where there are very many."""
+        if len(self._nodes) <= self._settings.compare_all_nodes:
+            return self.explain(demand)
+        others = [each for each in self.pool.compared(demand) if each is not node]
+        return self._verdicts([node, *others], demand)
+
+    def _verdicts(self, nodes: Sequence[Node], demand: Demand) -> list[Verdict]:
+        return explain(nodes, demand, self._policy, self._clock(), self._settings.queue_limit_per_node)
 
     def unknown_node(self, ref: str) -> FleetError:
         return FleetError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import structlog
 
@@ -18,12 +19,16 @@ from fleet_service.runtime.journal import Journal
 from fleet_service.runtime.observer import GenerationTrace
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
-from fleet_service.runtime.tokenlog import Reader, TokenLog, comes_back
+from fleet_service.runtime.tokenlog import Follower, Reader, TokenLog, comes_back
 
 log = structlog.get_logger(__name__)
 
+FollowerT = TypeVar("FollowerT", bound=Follower)
+
 # How long an accepted generation under CANCEL waits for its first reader.
 FIRST_READER_S = 10.0
+EARLY_S = 0.001
+"""A timer may ring that much too early."""
 
 
 class Generation:
@@ -74,16 +79,21 @@ class Generation:
         self._loop = loop
         self._settings = settings
         self._on_decided = on_decided
-        self._readers: dict[Reader, None] = {}  # in the order they came
+        self._readers: dict[Follower, None] = {}  # in the order they came
         self._queued_s = 0.0
         self._left = False
         self._waits_from_s: float | None = None
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
         self._longest_gap_s = 0.0
-        self._wall_timer = loop.call_at(self.deadline_s, self._out_of_time)
-        self._nobody_timer: asyncio.TimerHandle | None = None
-        if not taken_up:  # else its readers come back once the head serves
+        self._patience_s = 0.0
+        self._nobody_until_s: float | None = None  # while nobody reads
+        # One timer for that and the deadline; what is put off leaves it as it is.
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_s = 0.0
+        if taken_up:  # its readers come back once the head serves
+            self._wake_by(self.deadline_s)
+        else:
             self._nobody_reads(first=True)
 
     @property
@@ -94,8 +104,7 @@ class Generation:
     def leave(self) -> None:
         """The head ends, and its next run goes on with it: nothing decides it any more."""
         self._left = True
-        self._wall_timer.cancel()
-        self._somebody_reads()
+        self._sleep()
         if self.task is not None:
             self.task.cancel()
         for reader in list(self._readers):
@@ -109,8 +118,7 @@ class Generation:
 
     def was_decided(self, finished: Finished) -> None:
         """An earlier run of the head decided it."""
-        self._wall_timer.cancel()
-        self._somebody_reads()
+        self._sleep()
         self.attempts = finished.attempts
 
     @property
@@ -134,17 +142,18 @@ class Generation:
 
     def deliver(self, token_ids: Sequence[int], now_s: float) -> None:
         """Add the next tokens; decides the generation when they end it. Nothing after the decision."""
-        if self.finished is not None or self._left:
+        log = self.log
+        if log.finished is not None or self._left:
             return
         taken, end = self.rules.accept(token_ids)
         if taken:
-            if not self.log.received:
+            if not log.received:
                 self._first_token_s = now_s
                 self.trace.first_token()
             elif self._last_token_s and now_s - self._last_token_s > self._longest_gap_s:
                 self._longest_gap_s = now_s - self._last_token_s
             self._last_token_s = now_s
-            self.log.append(token_ids if taken == len(token_ids) else token_ids[:taken])
+            log.append(token_ids if taken == len(token_ids) else token_ids[:taken])
         if end is not None:
             self.decide_end(end)
 
@@ -157,8 +166,7 @@ class Generation:
         """End the generation. The first decision wins; False when there was one already."""
         if self.finished is not None or self._left:
             return False
-        self._wall_timer.cancel()
-        self._somebody_reads()
+        self._sleep()
         self.waits_no_more()
         finished = Finished(
             reason=reason,
@@ -194,8 +202,31 @@ class Generation:
     def remaining_wall_s(self) -> float:
         return max(0.0, self.deadline_s - self._loop.time())
 
-    def _out_of_time(self) -> None:
-        self.decide(FinishReason.WALL_CLOCK)
+    def _wake_by(self, due_s: float) -> None:
+        if self._timer is not None:
+            if self._wakes_s <= due_s:
+                return
+            self._timer.cancel()
+        self._wakes_s = due_s
+        self._timer = self._loop.call_at(due_s, self._woken)
+
+    def _woken(self) -> None:
+        """Something may be due: the deadline, or the end of the patience with readers."""
+        self._timer = None
+        now_s, nobody_until_s = self._loop.time() + EARLY_S, self._nobody_until_s
+        if self.deadline_s <= now_s:
+            self.decide(FinishReason.WALL_CLOCK)
+        elif nobody_until_s is None:
+            self._wake_by(self.deadline_s)
+        elif nobody_until_s <= now_s:
+            self._nobody_came()
+        else:
+            self._wake_by(min(nobody_until_s, self.deadline_s))
+
+    def _sleep(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _timings(self) -> Timings:
         self.waits_no_more()
@@ -226,6 +257,15 @@ class Generation:
 
         Raises FleetError INDEX_OUT_OF_RANGE, DATA_LOSS, LIMIT_EXCEEDED or HEAD_DRAINING.
         """
+        self._check_attach(from_index, branch)
+        return self._reads(Reader(self.log, from_index, self._reader_gone))
+
+    def follow(self, from_index: int, branch: int, on_news: Callable[[], None]) -> Follower:
+        """As `attach`, of one who is told of news by a callback."""
+        self._check_attach(from_index, branch)
+        return self._reads(Follower(self.log, from_index, self._reader_gone, on_news))
+
+    def _check_attach(self, from_index: int, branch: int) -> None:
         if self._left:
             raise comes_back(from_index)
         sure = self.log.sure_index(branch)
@@ -254,20 +294,19 @@ class Generation:
                 metadata={"limit": "max_readers_per_generation", "value": str(limit)},
                 retry_after_s=1.0,
             )
-        reader = Reader(self.log, from_index, self._reader_gone)
+
+    def _reads(self, reader: FollowerT) -> FollowerT:
         self._readers[reader] = None
         self._somebody_reads()
         return reader
 
-    def _reader_gone(self, reader: Reader) -> None:
+    def _reader_gone(self, reader: Follower) -> None:
         self._readers.pop(reader, None)
         if not self._readers and self.finished is None and not self._left:
             self._nobody_reads(first=False)
 
     def _somebody_reads(self) -> None:
-        if self._nobody_timer is not None:
-            self._nobody_timer.cancel()
-            self._nobody_timer = None
+        self._nobody_until_s = None
 
     def _nobody_reads(self, *, first: bool) -> None:
         spec, settings = self.spec, self._settings
@@ -280,10 +319,17 @@ class Generation:
         if patience_s <= 0:
             self.cancel()
         else:
-            self._nobody_timer = self._loop.call_later(patience_s, self._nobody_came, patience_s)
+            self._patience_s = patience_s
+            self._nobody_until_s = self._loop.time() + patience_s
+            self._wake_by(min(self._nobody_until_s, self.deadline_s))
 
-    def _nobody_came(self, waited_s: float) -> None:
-        log.info("nobody_reads", generation=self.generation_id, waited_s=waited_s, tokens=self.log.received)
+    def _nobody_came(self) -> None:
+        log.info(
+            "nobody_reads",
+            generation=self.generation_id,
+            waited_s=self._patience_s,
+            tokens=self.log.received,
+        )
         self.cancel()
 
 

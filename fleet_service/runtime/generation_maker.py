@@ -86,8 +86,9 @@ class GenerationMaker:
         info = self._info(session, generation_id, spec, limit)
         trace = self._observer.generation_started(info, parent)
         if node is not None:
-            demand = self._fleet.session_demand(session)
-            trace.placed(node.name, lambda: self._fleet.explain(demand))
+            trace.placed(
+                node.name, lambda: self._fleet.explain_choice(node, self._fleet.session_demand(session))
+            )
         return Generation(
             generation_id,
             session,

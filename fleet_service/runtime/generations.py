@@ -31,6 +31,9 @@ from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.tokenlog import comes_back
 from fleet_service.runtime.views import CancelOutcome, CancelResult
 
+FORGOTTEN_AT_ONCE = 100
+"""Of what is over, when there must be room for more."""
+
 
 class Generations:
     """All generations of the head, running and lately finished."""
@@ -129,7 +132,8 @@ class Generations:
         generation = self._maker.make(generation_id or self._ids.generation(), session, spec, node, parent)
         self._by_id[generation.generation_id] = generation
         self._running[generation.generation_id] = generation
-        self._journal.put(self._maker.record(generation))
+        if self._journal.keeps:
+            self._journal.put(self._maker.record(generation))
         if node is not None:
             self._fleet.turns.placed(generation, node.name)
         session.generates(generation.generation_id)
@@ -208,7 +212,7 @@ class Generations:
         """In the step that decides: the session is free again, its context extended where asked for."""
         session = generation.session
         session.generates("")
-        if generation.finished is not None:
+        if generation.finished is not None and self._journal.keeps:
             ended = GenerationEnded(generation.generation_id, generation.finished, self._wall_clock())
             self._journal.put(ended)
         if generation.spec.extend_context and not session.finished:
@@ -246,16 +250,20 @@ class Generations:
         else:
             task.add_done_callback(lambda _task: then())
 
-    def forget_old(self, now_s: float) -> None:
-        """Drop what was finished long enough ago, and cancels nobody came for; O(what is dropped)."""
-        while self._finished and self._finished[0][0] <= now_s:
+    def forget_old(self, now_s: float, most: int) -> int:
+        """Drop what was finished long enough ago, and cancels nobody came for; how many, at most `most`."""
+        dropped = 0
+        while self._finished and self._finished[0][0] <= now_s and dropped < most:
             self._forget_oldest()
-        while self._held_cancels:
+            dropped += 1
+        while self._held_cancels and dropped < most:
             held, until_s = next(iter(self._held_cancels.items()))
             if until_s > now_s:
-                return
+                break
             del self._held_cancels[held]
             self._journal.put(CancelHeld(*held, 0.0))
+            dropped += 1
+        return dropped
 
     # Finding and cancelling
 
@@ -301,7 +309,7 @@ class Generations:
             generation.cancel()
 
     def _hold_cancel(self, held: tuple[str, str]) -> CancelResult:
-        self.forget_old(self._loop.time())
+        self.forget_old(self._loop.time(), FORGOTTEN_AT_ONCE)
         if len(self._held_cancels) >= self._settings.max_held_cancels:
             raise FleetError(
                 Reason.LIMIT_EXCEEDED,

@@ -198,13 +198,14 @@ class Head:
         """At least one node can be used."""
         return self.journal.trouble is None and any(node.usable for node in self.fleet.nodes)
 
-    def gauges(self) -> HeadGauges:
-        """What it holds now, as numbers; O(nodes)."""
+    async def gauges(self) -> HeadGauges:
+        """What it holds now, as numbers; each node as it was when its turn came."""
+        nodes = await self.operators.all_nodes()
         return read_gauges(
             self.fleet,
             self.sessions,
             self.generations,
-            self.operators.list_nodes(),
+            nodes,
             draining=self._draining,
             store_failing=self.journal.trouble is not None,
         )
@@ -285,7 +286,8 @@ class Head:
     async def _finish(self, session_id: str, owner: str | None) -> SessionView:
         session = self.sessions.get(session_id, owner)
         self.generations.check_not_left(session)
-        view = self.sessions.remove(session)
+        view = session.view()
+        self.sessions.remove(session)
         self.generations.cancel_session(session)
         await session.settle()
         return view
@@ -396,7 +398,7 @@ class Head:
 
     def _owed(self, node: Node, session_id: str, epoch: int, settled: bool) -> None:  # noqa: FBT001 - as called
         """Nodes that say what they hold are found out by that; the others' revokes outlive the head."""
-        if Feature.RECONCILE not in node.features and node.incarnation:
+        if self.journal.keeps and Feature.RECONCILE not in node.features and node.incarnation:
             self.journal.put(RevokeOwed(node.name, node.incarnation, session_id, epoch, settled))
 
     def _goes_on_in(self, term: int) -> None:

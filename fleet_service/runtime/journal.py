@@ -90,7 +90,7 @@ class Journal(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether anything outlives the head."""
+        """Whether anything outlives the head; without it, records that cost something need not be made."""
 
 
 class NoJournal:

@@ -13,17 +13,18 @@ from itertools import islice
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
-from fleet_service.domain.commands import HeldSession, Introduction, RefusalCode, Revoke
+from fleet_service.domain.commands import HeldSession, Introduction, Refusal, RefusalCode, Revoke
 from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
+from fleet_service.runtime.dials import Dials
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import Dialer, LinkError, LinkLostError, NodeLink
 from fleet_service.runtime.settings import HeadSettings
 
 log = structlog.get_logger(__name__)
 
-COURIER_BATCH = 16
+COURIER_BATCH = 64
 RELINK_PAUSE_S = 0.05
 """Between two redials of a link that has just broken."""
 
@@ -74,6 +75,7 @@ class NodeKeeper:
         dialer: Dialer,
         settings: HeadSettings,
         rng: random.Random,
+        dials: Dials,
         introduce: Callable[[], Introduction],
         admit: Callable[[Node, NodeHello], Awaitable[None]],
         orphans: Callable[[Node, Sequence[HeldSession]], Sequence[HeldSession]],
@@ -82,6 +84,7 @@ class NodeKeeper:
         self._dialer = dialer
         self._settings = settings
         self._rng = rng
+        self._dials = dials
         self._introduce = introduce
         self._admit = admit
         self._orphans = orphans
@@ -98,6 +101,7 @@ class NodeKeeper:
             while True:
                 up_s = loop.time()
                 error = await lost
+                await self._dials.turnstile.through()
                 self._died_young = 0 if loop.time() - up_s > STABLE_S else self._died_young + 1
                 self._fell(error)
                 left = node.leaving
@@ -156,6 +160,7 @@ class NodeKeeper:
                 if error.refused:
                     raise
                 await asyncio.sleep(RELINK_PAUSE_S)
+                await self._dials.turnstile.through()
 
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:
@@ -174,7 +179,11 @@ class NodeKeeper:
             retry=retry_if_exception_type(Exception),
             after=remember,
         )
-        return await retrying(self._connect)
+        self._dials.failing += 1
+        try:
+            return await retrying(self._connect_in_turn)
+        finally:
+            self._dials.failing -= 1
 
     def _jittered(self, state: RetryCallState) -> float:
         return self._pause_s(state.attempt_number)
@@ -183,8 +192,13 @@ class NodeKeeper:
         """Jittered, under a cap that doubles with each failure up to redial_max_s; 0 for none."""
         if failures <= 0:
             return 0.0
-        cap = min(self._settings.redial_max_s, self._settings.redial_min_s * 2 ** min(failures, 16))
+        longest_s = self._dials.longest_pause_s(self._settings.redial_max_s)
+        cap = min(longest_s, self._settings.redial_min_s * 2 ** min(failures, 16))
         return self._rng.uniform(self._settings.redial_min_s, cap)
+
+    async def _connect_in_turn(self) -> asyncio.Future[LinkError]:
+        await self._dials.turnstile.through()
+        return await self._connect()
 
     async def _connect(self) -> asyncio.Future[LinkError]:
         """A connection that the head has accepted; resolves when it is lost."""
@@ -258,22 +272,21 @@ class NodeKeeper:
             node.outbox_wake.clear()
             while node.outbox and (link := node.link) is not None:
                 batch = [Revoke(s, owed.epoch) for s, owed in islice(node.outbox.items(), COURIER_BATCH)]
-                results = await asyncio.gather(*(self._deliver(link, revoke) for revoke in batch))
-                if not all(results):
+                answers = await asyncio.gather(*map(link.revoke, batch), return_exceptions=True)
+                settled = [self._settles(*each) for each in zip(batch, answers, strict=True)]
+                if not all(settled):
                     break  # kept; the tender wakes the courier again
 
-    async def _deliver(self, link: NodeLink, revoke: Revoke) -> bool:
-        try:
-            refusal = await link.revoke(revoke)
-        except LinkError as error:
-            log.info("revoke_unanswered", node=self._node.name, session=revoke.session_id, error=str(error))
+    def _settles(self, revoke: Revoke, answer: Refusal | BaseException | None) -> bool:
+        if isinstance(answer, LinkError):
+            log.info("revoke_unanswered", node=self._node.name, session=revoke.session_id, error=str(answer))
             return False
-        if refusal is None or refusal.code in _SETTLED_BY:
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None or answer.code in _SETTLED_BY:
             self._node.settle_revoke(revoke)
             return True
-        log.warning(
-            "revoke_refused", node=self._node.name, session=revoke.session_id, code=refusal.code.value
-        )
+        log.warning("revoke_refused", node=self._node.name, session=revoke.session_id, code=answer.code.value)
         return False
 
     async def renew_lease(self, term: int) -> None:

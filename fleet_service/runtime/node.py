@@ -39,8 +39,7 @@ class Node:
     """One node. Attributes named in placement.Candidate are read by placement as they are."""
 
     def __init__(self, address: str, settings: HeadSettings, clock: Callable[[], float]) -> None:
-        self.address = address
-        self.name = address
+        self.address = self.name = address
         self._settings = settings
         self._clock = clock
         self.state = NodeState.CONNECTING
@@ -78,6 +77,7 @@ class Node:
         # When the lease of each of this head's terms that has anything here was last renewed.
         self.leases: dict[int, float] = {}
         self.running: dict[Reservation, None] = {}
+        self._replaying: set[Reservation] = set()  # of them
         self.queue: LaneQueue[Reservation] = LaneQueue(settings.queue_limit_per_node)
         self.reservations = 0
         self.outbox: dict[str, OwedRevoke] = {}
@@ -86,6 +86,8 @@ class Node:
         self.outbox_empty.set()
         self.failures: Counter[str] = Counter()
         self.on_change: Callable[[Node], None] = lambda _node: None
+        self.on_heat: Callable[[Node], None] = lambda _node: None
+        """Called when it has become hot, or is so no more."""
         self.on_room: Callable[[], None] = lambda: None
         self.on_owed: Callable[[Node, str, int, bool], None] = lambda *_: None
         """Called with a session and an epoch when their revoke is owed, and (True) when it is no longer."""
@@ -116,6 +118,10 @@ class Node:
         own = self.report.max_lanes if self.report else 0
         wanted = self._settings.lanes_per_node or own or self._settings.default_lanes
         return min(wanted, self._settings.max_lanes_per_node)
+
+    def prefill_tokens_per_s(self) -> int:
+        """As last reported; 0 = unknown."""
+        return self.report.prefill_tokens_per_s if self.report else 0
 
     @property
     def usable(self) -> bool:
@@ -182,7 +188,10 @@ class Node:
         if models:
             self.models = {model.name: model for model in models}
             self.on_change(self)
-        self.was_hot = is_hot(self, self._settings.pool_high_pct, now)
+        hot = is_hot(self, self._settings.pool_high_pct, now)
+        if hot is not self.was_hot:
+            self.was_hot = hot
+            self.on_heat(self)
         self.dispatch()
 
     def _tell_of_lanes(self, own: int) -> None:
@@ -259,7 +268,7 @@ class Node:
     # Reservations, lanes and the queue at the head
 
     def reserve(
-        self, qos: Qos, demand: Demand, *, replays: bool = False, generation_id: str = ""
+        self, qos: Qos, demand: Callable[[], Demand], *, replays: bool = False, generation_id: str = ""
     ) -> Reservation:
         """Count an attempt here and let it wait for a lane. Raises QueueFullError.
 
@@ -274,12 +283,14 @@ class Node:
 
     def dispatch(self) -> None:
         """Give free lanes to those that wait."""
-        while self.usable and len(self.running) < self.lanes:
+        while self.queue and self.usable and len(self.running) < self.lanes:
             reservation = self._next_waiting()
             if reservation is None:
                 break
             reservation.ticket = None
             self.running[reservation] = None
+            if reservation.replays:
+                self._replaying.add(reservation)
             if not reservation.granted.done():
                 reservation.granted.set_result(Grant.LANE)
         self.on_room()
@@ -287,8 +298,7 @@ class Node:
     @property
     def may_replay(self) -> bool:
         """Fewer prefill again here, after a failure or a move, than may."""
-        replaying = sum(reservation.replays for reservation in self.running)
-        return replaying < self._settings.replays_at_once
+        return len(self._replaying) < self._settings.replays_at_once
 
     @property
     def has_room_for_move(self) -> bool:
@@ -305,6 +315,11 @@ class Node:
                 return reservation
         return None
 
+    def replayed(self, reservation: Reservation) -> None:
+        """It has what was prefilled again."""
+        self._replaying.discard(reservation)
+        self.dispatch()
+
     def forget(self, reservation: Reservation) -> None:
         """Reservation.release() calls this, once."""
         self.reservations -= 1
@@ -312,6 +327,7 @@ class Node:
             self.queue.remove(reservation.ticket)
             reservation.ticket = None
         self.running.pop(reservation, None)
+        self._replaying.discard(reservation)
         if not reservation.granted.done():
             reservation.granted.cancel()
         self.dispatch()

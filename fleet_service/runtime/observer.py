@@ -7,7 +7,6 @@ raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -16,9 +15,10 @@ from fleet_service.domain.events import Finished, Moved
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.placement import Verdict
 from fleet_service.domain.specs import Qos
+from fleet_service.domain.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GenerationInfo:
     """What a generation is, when it is accepted. `max_wall_s` counts from there."""
 

@@ -5,7 +5,7 @@ Time is the running event loop's (`loop.time()`, `asyncio.sleep`); a simulation 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from fleet_service.domain.commands import (
@@ -108,7 +108,8 @@ class NodeLink(Protocol):
 
     async def cancel(self, command: CancelRun) -> Refusal | None: ...
 
-    async def revoke(self, command: Revoke) -> Refusal | None: ...
+    def revoke(self, command: Revoke) -> Awaitable[Refusal | None]:
+        """To be awaited as the others are. There are many: without a coroutine, no task each."""
 
     async def renew_lease(self, lease_s: float, term: int) -> bool:
         """False: no lease runs; what it covered is fenced. `lease_s` 0 ends it at once."""

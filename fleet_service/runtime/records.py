@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from fleet_service.domain.events import Finished, Moved, Started
 from fleet_service.domain.specs import GenerationSpec, Sampling, SessionSpec
+from fleet_service.domain.value import value
 from fleet_service.runtime.views import SessionView
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionKept:
     """A session as it is now, but for its context. `number` gives the order in which sessions were made."""
 
@@ -30,14 +31,14 @@ class SessionKept:
     ephemeral: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionGone:
     """A session is over, its context with it."""
 
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ContextExtended:
     """context = context[:base_length] + token_ids; `crc32` is that of the whole then."""
 
@@ -47,7 +48,7 @@ class ContextExtended:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionBound:
     """The node that has the session, by identity and incarnation, and the epoch; node "" = none."""
 
@@ -57,7 +58,7 @@ class SessionBound:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GenerationStarted:
     """A generation was accepted. `max_new_tokens` and the EOS ids are those fixed at its start.
 
@@ -77,7 +78,7 @@ class GenerationStarted:
     branch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TokensDelivered:
     """The next tokens of a generation."""
 
@@ -86,7 +87,7 @@ class TokensDelivered:
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AttemptStarted:
     """What readers see between tokens: `index` tokens came before it."""
 
@@ -96,7 +97,7 @@ class AttemptStarted:
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BranchCut:
     """From `index` on, readers may have been given tokens that are lost: what follows is of that branch."""
 
@@ -105,14 +106,14 @@ class BranchCut:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TermRaised:
     """The run goes on in that term."""
 
     term: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GenerationEnded:
     """The one decision; what it adds to the context is another record of the same batch."""
 
@@ -121,14 +122,14 @@ class GenerationEnded:
     ended_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GenerationGone:
     """A generation that had ended is no longer kept."""
 
     generation_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RequestAnswered:
     """The answer that a request_id gets again: the session as it was then, or a generation's id."""
 
@@ -139,7 +140,7 @@ class RequestAnswered:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CancelHeld:
     """A cancel that waits for its generation until then; `until` 0 = it waits no more."""
 
@@ -148,7 +149,7 @@ class CancelHeld:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RevokeOwed:
     """A node, by identity and incarnation, is owed the revoke of a session's epoch; settled = no longer."""
 
@@ -159,7 +160,7 @@ class RevokeOwed:
     settled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NodeListed:
     """An operator added a node's address or a name, or took it out."""
 
@@ -167,7 +168,7 @@ class NodeListed:
     listed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NodeMarked:
     """An operator cordons or drains a node (`mark` "cordon" or "drain"), or ends that ("").
 

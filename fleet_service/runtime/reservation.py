@@ -38,7 +38,8 @@ class Reservation:
     """The head's own count of one attempt it put on a node: queued, then running, until release().
 
     Taken in the same step as the choice of the node; `granted` resolves when a lane is free, or when the
-    attempt must look elsewhere. `successor`: a place kept for the next attempt, which goes with this one.
+    attempt must look elsewhere. `demand`: what it would ask of another node now. `successor`: a place kept
+    for the next attempt, which goes with this one.
     """
 
     __slots__ = (
@@ -57,7 +58,7 @@ class Reservation:
     def __init__(
         self,
         node: Node,
-        demand: Demand,
+        demand: Callable[[], Demand],
         granted: asyncio.Future[Grant],
         *,
         replays: bool,
@@ -82,7 +83,7 @@ class Reservation:
         """The first new token came: what had to be prefilled again after a failure is."""
         if self.replays:
             self.replays = False
-            self.node.dispatch()
+            self.node.replayed(self)
 
     def release(self) -> None:
         """Give the place back, on every way out. Idempotent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 from fleet_service.domain.commands import HeldSession
 from fleet_service.domain.context import Context
@@ -228,7 +227,7 @@ class Session:
     def pin_revision(self, revision: str) -> None:
         """Token ids of different revisions do not mix: the first node's revision is the session's."""
         if not self.spec.model_revision:
-            self.spec = replace(self.spec, model_revision=revision)
+            self.spec = self.spec.of_revision(revision)
 
     async def settle(self) -> None:
         """Wait until the attempts of a generation that was decided have let go (they wait for nothing)."""

@@ -16,7 +16,7 @@ from fleet_service.domain.context import Context
 from fleet_service.domain.errors import FleetError, Reason, invalid
 from fleet_service.domain.placement import window_tokens
 from fleet_service.domain.session_table import SessionOp, SessionState, apply
-from fleet_service.domain.specs import Sampling, SessionSpec
+from fleet_service.domain.specs import GREEDY, SessionSpec
 from fleet_service.runtime.context_limits import ContextLimits
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.ids import Ids
@@ -111,7 +111,7 @@ class Sessions:
         session = Session(
             session_id or self._ids.session(),
             spec,
-            spec.sampling.over(Sampling(), self._ids.seed()),
+            spec.sampling.over(GREEDY, self._ids.seed()),
             now_s=self._clock(),
             unix_s=self._wall_clock(),
             number=self._last_number,
@@ -126,8 +126,8 @@ class Sessions:
         self._context_tokens += len(session.context)
         self._list.add(session)
         self.used(session)
-        if len(session.context):
-            context = session.context
+        context = session.context
+        if len(context) and self._journal.keeps:
             self._journal.put(ContextExtended(session.session_id, 0, context.token_ids(), context.crc32))
 
     def restore(self, saved: SavedSession) -> Session:
@@ -217,7 +217,7 @@ class Sessions:
     def used(self, session: Session) -> None:
         """It was used just now, which is to outlive the head."""
         self.touch(session)
-        if session.session_id in self._by_id:
+        if self._journal.keeps and session.session_id in self._by_id:
             self._journal.put(self._kept(session))
 
     def page(
@@ -284,9 +284,8 @@ class Sessions:
         self.used(session)
         return session.view()
 
-    def remove(self, session: Session) -> SessionView:
+    def remove(self, session: Session) -> None:
         """The session is over; its node is owed a revoke."""
-        view = session.view()
         session.finished = True
         self._use.leave_node(session)
         if self._by_id.pop(session.session_id, None) is not None:
@@ -296,7 +295,6 @@ class Sessions:
             self._context_tokens -= len(session.context)
             session.context = Context()  # its last generation may be kept for long
             self._use.forget(session)
-        return view
 
     def extend_context(self, session: Session, token_ids: Sequence[int]) -> None:
         """A generation's output joins the context."""
@@ -342,13 +340,13 @@ class Sessions:
 
     # Housekeeping
 
-    def unbind_idle(self, now_s: float) -> int:
-        """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
-        return self._use.unbind_idle(now_s)
+    def unbind_idle(self, now_s: float, most: int) -> int:
+        """Unbind what was not used for `idle_unbind_s`; how many were looked at, at most `most`."""
+        return self._use.unbind_idle(now_s, most)
 
-    def expire(self, now_s: float) -> int:
-        """Remove what was not used for `session_expiry_s`; O(what is removed)."""
-        return self._use.expire(now_s, self.remove)
+    def expire(self, now_s: float, most: int) -> int:
+        """Remove what was not used for `session_expiry_s`; how many were looked at, at most `most`."""
+        return self._use.expire(now_s, self.remove, most)
 
     async def leave_drained(self, node: Node) -> None:
         """Unbind the idle sessions of a node that is being drained; others have their turn in between."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleet_service.domain.placement import EXACT_LIMIT
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
@@ -19,6 +21,7 @@ class HeadSettings:
     policy: str = "load-aware"
     pool_high_pct: int = 90
     expected_output_tokens: int = 256
+    compare_all_nodes: int = EXACT_LIMIT  # of one model; of more, some are compared
     queue_limit_per_node: int = 256
     lanes_per_node: int = 0  # 0 = the node's own
     max_lanes_per_node: int = 64

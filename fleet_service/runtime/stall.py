@@ -14,9 +14,12 @@ MAX_PREFILL_STALLS = 10
 # How long the head must have run, and heard nothing, before it calls a silence of the run a stall.
 CONFIRM_STALL_S = 0.5
 
+_DECODE = Phase.DECODE
+"""Looked up here, once: it is asked for with every token."""
+
 
 class StallWatch:
-    """Calls `stalled` with a text when there was no token and no new phase for `stall_s`.
+    """Calls what it was started with, and a text, when there was no token and no new phase for `stall_s`.
 
     A phase is new once between two tokens: a node that goes back and forth among them gets nowhere.
 
@@ -30,55 +33,55 @@ class StallWatch:
         stall_s: float,
         prompt_tokens: int,
         prefill_rate: Callable[[], int],
-        stalled: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._stall_s = stall_s
         self._prompt_tokens = prompt_tokens
         self._prefill_rate = prefill_rate
-        self._stalled = stalled
+        self._stalled: Callable[[str], None] | None = None
         self._phase: Phase | None = None
         self._seen: tuple[Phase, ...] = ()
         self._progress_s = loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
+    def start(self, stalled: Callable[[str], None]) -> None:
         """Watch from now on."""
-        self._progress_s = self._loop.time()
         self.stop()
+        self._stalled = stalled
+        self._progress_s = self._loop.time()
         self._watch()
 
     def stop(self) -> None:
         """Watch no more. Idempotent."""
+        self._stalled = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def enter(self, phase: Phase, now_s: float, *, token: bool = False) -> None:
-        """Told of a phase, or of a token: progress, unless the phase was there since the last token.
+    def enter(self, phase: Phase, now_s: float) -> None:
+        """Told of a phase: progress, unless it was there since the last token.
 
         To leave the queue, which it enters but once, is progress too.
-        From the first token on the prefill is allowed nothing more.
         """
-        if token:
-            self._seen = ()
-        elif phase is self._phase or (phase in self._seen and self._phase is not Phase.QUEUED):
+        if phase is self._phase or (phase in self._seen and self._phase is not Phase.QUEUED):
             return
-        else:
-            self._seen += (phase,)
-        decodes = phase is Phase.DECODE and self._phase is not Phase.DECODE
+        self._seen += (phase,)
         self._progress_s = now_s
         self._phase = phase
-        if decodes and self._timer is not None:
-            self.stop()
-            self._watch()
+
+    def token(self, now_s: float) -> None:
+        """Told of a token: progress. From the first one on the prefill is allowed nothing more."""
+        self._progress_s = now_s
+        self._seen = ()
+        self._phase = _DECODE
 
     def _watch(self) -> None:
-        due_s = self._due_s()
-        if self._loop.time() < due_s:
-            self._timer = self._loop.call_at(due_s, self._watch)
+        """Look again when a stall may be due at the earliest, so that news need not move the timer."""
+        now_s, due_s = self._loop.time(), self._due_s()
+        if now_s < due_s:
+            self._timer = self._loop.call_at(min(due_s, now_s + self._stall_s), self._watch)
         else:
-            confirmed_s = self._loop.time() + CONFIRM_STALL_S
+            confirmed_s = now_s + CONFIRM_STALL_S
             self._timer = self._loop.call_at(confirmed_s, self._confirm, confirmed_s)
 
     def _confirm(self, due_s: float) -> None:
@@ -86,7 +89,7 @@ class StallWatch:
         now_s = self._loop.time()
         if now_s < self._due_s() or now_s - due_s > CONFIRM_STALL_S:
             self._watch()
-        else:
+        elif self._stalled is not None:
             self._stalled(f"no progress for {now_s - self._progress_s:.1f} s")
 
     def _due_s(self) -> float:

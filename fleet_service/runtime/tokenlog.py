@@ -25,18 +25,20 @@ class TokenLog:
     seen.
     """
 
+    # Read for every token and reader: attributes, which cost a tenth of properties.
     __slots__ = (
         "_cuts",
         "_first_branch",
         "_ids",
         "_journal",
         "_marks",
-        "_marks_visible",
         "_readers",
-        "_visible",
         "accepted",
         "ended",
         "finished",
+        "marks_visible",
+        "received",
+        "visible",
         "written",
     )
 
@@ -47,30 +49,18 @@ class TokenLog:
         self.finished: Finished | None = None
         self.ended: Finished | None = None
         self.written = 0
+        self.received = 0
+        self.visible = 0
+        self.marks_visible = 0
         self._journal = journal or NoJournal()
-        self._visible = 0
         self._ids = array("I")
         self._marks: list[tuple[int, Started | Moved]] = []
-        self._marks_visible = 0
         self._cuts: list[BranchCut] = []
         self._readers: list[Callable[[], None]] = []
 
     @property
-    def received(self) -> int:
-        return len(self._ids)
-
-    @property
-    def visible(self) -> int:
-        return self._visible
-
-    @property
     def generation_id(self) -> str:
         return self.accepted.generation_id
-
-    @property
-    def marks_visible(self) -> int:
-        """How many of the marks readers may see."""
-        return self._marks_visible
 
     @property
     def marks(self) -> Sequence[tuple[int, Started | Moved]]:
@@ -79,15 +69,17 @@ class TokenLog:
     def append(self, token_ids: Sequence[int]) -> None:
         """Add tokens at index `received`."""
         self._ids.extend(token_ids)
+        self.received += len(token_ids)
         self._journal.has_tokens(self)
 
     def show(self, visible: int, *, end: bool = False) -> None:
         """Let readers see so many tokens, and the terminal event."""
+        if visible > self.visible:
+            self.visible = visible
+        elif not end:
+            return
         if end:
             self.ended = self.finished
-        elif visible <= self._visible:
-            return
-        self._visible = max(self._visible, visible)
         self._call_back()
 
     def restore(
@@ -99,13 +91,13 @@ class TokenLog:
     ) -> None:
         """As an earlier run of the head left it; all of it was seen."""
         self._ids, self._marks, self._cuts = token_ids, list(marks), list(cuts)
-        self.written = self._visible = len(token_ids)
-        self._marks_visible = len(self._marks)
+        self.written = self.received = self.visible = len(token_ids)
+        self.marks_visible = len(self._marks)
         self.finished = self.ended = finished
 
     def cut(self, branch: int) -> BranchCut:
         """What readers had beyond the tokens there are is lost: what follows is of that branch."""
-        cut = BranchCut(self.generation_id, branch, len(self._ids))
+        cut = BranchCut(self.generation_id, branch, self.received)
         self._cuts.append(cut)
         return cut
 
@@ -122,11 +114,11 @@ class TokenLog:
 
     def mark(self, event: Started | Moved) -> None:
         """Put an event behind the tokens there are."""
-        self._marks.append((len(self._ids), event))
+        self._marks.append((self.received, event))
         self._journal.then(partial(self._show_marks, len(self._marks)))
 
     def _show_marks(self, visible: int) -> None:
-        self._marks_visible = visible
+        self.marks_visible = visible
         self._call_back()
 
     def finish(self, event: Finished) -> None:
@@ -175,21 +167,55 @@ class Cursor:
 
     def take(self) -> list[Event]:
         """All events that are new, in order; empty when there are none."""
-        events: list[Event] = []
+        log, events = self._log, list[Event]()
         if not self._opened:
             self._open(events)
+        if self._mark < log.marks_visible:
+            self._up_to_marks(log.visible, events)
+        if self._index < log.visible:
+            self._tokens_up_to(log.visible, events)
+        self._end(events)
+        return events
+
+    def take_some(self, most_tokens: int) -> list[Event]:
+        """As `take`, up to so many tokens; what lies behind a mark that has tokens before it is left."""
+        log, events = self._log, list[Event]()
+        if not self._opened:
+            self._open(events)
+        stop = min(log.visible, self._index + most_tokens)
+        if self._mark < log.marks_visible:
+            self._up_to_marks(self._index, events)
+            if self._mark < log.marks_visible:
+                stop = min(stop, log.marks[self._mark][0])
+        if self._index < stop:
+            self._tokens_up_to(stop, events)
+        if self._mark == log.marks_visible:
+            self._end(events)
+        return events
+
+    def has_some(self, most_tokens: int) -> bool:
+        """Whether `take_some` gives anything."""
+        log = self._log
+        if not self._opened or (self._mark < log.marks_visible and log.marks[self._mark][0] <= self._index):
+            return True
+        if self._index < log.visible:
+            return most_tokens > 0
+        return log.ended is not None and not self._done and self._index >= log.received
+
+    def _end(self, events: list[Event]) -> None:
+        log = self._log
+        if log.ended is not None and not self._done and self._index >= log.received:
+            events.append(log.ended)
+            self._done = True
+
+    def _up_to_marks(self, stop: int, events: list[Event]) -> None:
+        """The marks up to index `stop` that may be seen, and the tokens before each."""
         marks, marks_visible = self._log.marks, self._log.marks_visible
-        while self._mark < marks_visible and marks[self._mark][0] <= self._log.visible:
+        while self._mark < marks_visible and marks[self._mark][0] <= stop:
             position, event = marks[self._mark]
             self._tokens_up_to(position, events)
             events.append(event)
             self._mark += 1
-        self._tokens_up_to(self._log.visible, events)
-        finished = self._log.ended
-        if finished is not None and not self._done and self._index >= self._log.received:
-            events.append(finished)
-            self._done = True
-        return events
 
     def _open(self, events: list[Event]) -> None:
         self._opened = True
@@ -206,24 +232,77 @@ class Cursor:
             self._index = position
 
 
-class Reader:
-    """A cursor that can be awaited. `on_close` is called once, when the reader goes."""
+def _nothing() -> None:
+    """For a reader that has gone."""
 
-    __slots__ = ("_closed", "_cursor", "_left", "_log", "_on_close", "_waiter")
 
-    def __init__(self, log: TokenLog, from_index: int, on_close: Callable[[Reader], None]) -> None:
+class Follower:
+    """One reader, told by `on_news`, in the step they come, of news; `on_close`: once, when it goes."""
+
+    __slots__ = ("_closed", "_cursor", "_left", "_log", "_on_close", "_on_news")
+
+    def __init__(
+        self,
+        log: TokenLog,
+        from_index: int,
+        on_close: Callable[[Follower], None],
+        on_news: Callable[[], None],
+    ) -> None:
         self._log = log
         self._cursor = Cursor(log, from_index)
         self._on_close = on_close
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_news = on_news
         self._closed = False
         self._left = False
-        log.subscribe(self._wake)
+        log.subscribe(on_news)
 
     @property
     def branch(self) -> int:
         """That of the log."""
         return self._log.branch
+
+    @property
+    def done(self) -> bool:
+        """The terminal event was taken, or the reader has gone: there is no more."""
+        return self._closed or self._cursor.done
+
+    def take_some(self, most_tokens: int) -> list[Event]:
+        """What is new, up to so many tokens, and up to a mark that has tokens before it.
+
+        Raises FleetError HEAD_DRAINING after leave(), once it may have no more.
+        """
+        events = self._cursor.take_some(most_tokens)
+        if self._left and not events and not self.done:
+            raise comes_back(self._cursor.index)
+        return events
+
+    def has_some(self, most_tokens: int) -> bool:
+        """Whether `take_some` gives or raises anything now."""
+        return not self.done and (self._left or self._cursor.has_some(most_tokens))
+
+    def leave(self) -> None:
+        """The head ends: once this one has what there is, it is told where to come back to."""
+        self._left = True
+        self._on_news()
+
+    def close(self) -> None:
+        """The reader is gone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._log.unsubscribe(self._on_news)
+        self._on_news = _nothing  # it may know this reader: a cycle would have to be looked for
+        self._on_close(self)
+
+
+class Reader(Follower):
+    """A follower that waits for news."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self, log: TokenLog, from_index: int, on_close: Callable[[Follower], None]) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        super().__init__(log, from_index, on_close, self._wake)
 
     async def read(self) -> list[Event]:
         """Everything new, waiting for something.
@@ -231,7 +310,7 @@ class Reader:
         Raises RuntimeError after the terminal event or close(), FleetError HEAD_DRAINING after leave().
         """
         while True:
-            if self._closed or self._cursor.done:
+            if self.done:
                 raise RuntimeError("this reader has ended")
             events = self._cursor.take()
             if events:
@@ -244,19 +323,9 @@ class Reader:
             finally:
                 self._waiter = None
 
-    def leave(self) -> None:
-        """The head ends: once this one has what there is, it is told where to come back to."""
-        self._left = True
-        self._wake()
-
     def close(self) -> None:
-        """The reader is gone. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._log.unsubscribe(self._wake)
+        super().close()
         self._wake()
-        self._on_close(self)
 
     def _wake(self) -> None:
         waiter = self._waiter

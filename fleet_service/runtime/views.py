@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,13 @@ from fleet_service.domain.node_types import Feature, ModelInfo, NodeState, Repor
 from fleet_service.domain.placement import Verdict
 from fleet_service.domain.session_table import SessionState
 from fleet_service.domain.specs import SessionSpec
+from fleet_service.domain.value import value
 
 if TYPE_CHECKING:  # it needs this module itself
     from fleet_service.runtime.journal import Durability
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RequestKey:
     """Names a request for idempotency; `fingerprint` tells another body under the same id."""
 
@@ -28,7 +28,7 @@ class RequestKey:
     """Whose id it is: callers may choose the same."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionView:
     """A session at one moment. Times are unix seconds; node "" and epoch 0 = unbound."""
 
@@ -54,7 +54,7 @@ class DrainState(Enum):
     NODE_REMOVED = "node_removed"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrainInfo:
     """A drain at one moment (fleet.v1.Drain)."""
 
@@ -72,7 +72,7 @@ class DrainInfo:
     unbound: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NodeInfo:
     """A node at one moment (fleet.v1.Node)."""
 
@@ -108,7 +108,7 @@ class NodeInfo:
     drain: DrainInfo | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NameInfo:
     """A name whose addresses are nodes, at one moment (fleet.v1.DnsName)."""
 
@@ -121,7 +121,7 @@ class NameInfo:
     resolved_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ProbeResult:
     """What a probe of one node found."""
 
@@ -137,7 +137,7 @@ class ProbeResult:
     encrypted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelSummary:
     """A model and how many nodes serve it."""
 
@@ -154,7 +154,7 @@ class CancelOutcome(Enum):
     HELD = "held"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CancelResult:
     """Answer to a cancel; `finished` is None for HELD."""
 
@@ -162,7 +162,7 @@ class CancelResult:
     finished: Finished | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Explanation:
     """How something would be placed now; `refusal` says why nowhere."""
 
@@ -172,7 +172,7 @@ class Explanation:
     verdicts: Sequence[Verdict]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FleetSummary:
     """What a head holds, in numbers, and how it is kept (fleet.v1.FleetSummary)."""
 
@@ -187,14 +187,14 @@ class FleetSummary:
     """Why nothing can be kept now; "" = all is well."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PlacedOn:
     """A node was chosen for a generation."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EndedOn:
     """A generation ended; its last attempt was on `node`, "" where there was none."""
 
@@ -202,7 +202,7 @@ class EndedOn:
     finished: Finished
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Turn:
     """A turn of one generation (fleet.v1.FleetEvent). `at` in unix seconds."""
 
@@ -213,7 +213,7 @@ class Turn:
     what: PlacedOn | Moved | EndedOn
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FleetChange:
     """What is new to a watcher (fleet.v1.WatchFleetResponse). `summary` None: as it was."""
 

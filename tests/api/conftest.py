@@ -41,6 +41,10 @@ class Edge:
     log: structlog.testing.CapturingLogger
 
 
+MAX_OPEN_CALLS = 8
+"""Of a connection."""
+
+
 @pytest.fixture
 async def edge() -> AsyncIterator[Edge]:
     exporter = InMemorySpanExporter()
@@ -56,6 +60,7 @@ async def edge() -> AsyncIterator[Edge]:
         observer=tracing.rpc_observer,
         rng=random.Random(1),
         new_request_id=lambda: f"req-{next(numbers)}",
+        max_open_calls=MAX_OPEN_CALLS,
     )
     head = FakeHead()
     callers = callers_listener(head, parts, "127.0.0.1:0")

@@ -129,7 +129,10 @@ class FakeReader:
     async def read(self) -> list[Event]:
         if not self._batches:
             await asyncio.Event().wait()
-        return self._batches.pop(0)
+        return self.next_batch()
+
+    def next_batch(self) -> list[Event]:
+        return self._batches.pop(0) if self._batches else []
 
     def close(self) -> None:
         self.closed_times += 1
@@ -156,6 +159,28 @@ class BrokenReader(FakeReader):
         raise RuntimeError("secret of the reader")
 
 
+class FakeFollower:
+    """Gives a reader's batches one by one, each as news."""
+
+    def __init__(self, reader: FakeReader, on_news: Callable[[], None]) -> None:
+        self._reader = reader
+        self._on_news = on_news
+
+    @property
+    def branch(self) -> int:
+        return self._reader.branch
+
+    def has_some(self, most_tokens: int) -> bool:
+        return False  # it says so by itself
+
+    def take_some(self, most_tokens: int) -> list[Event]:
+        asyncio.get_running_loop().call_soon(self._on_news)
+        return self._reader.next_batch()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
 class FakeGeneration:
     generation_id = "gen-1"
     session_id = "s1"
@@ -167,6 +192,14 @@ class FakeGeneration:
         self.length: int | None = None
 
     def attach(self, from_index: int = 0, branch: int = 0) -> FakeReader:
+        self._attached(from_index, branch)
+        return self.reader
+
+    def follow(self, from_index: int, branch: int, on_news: Callable[[], None]) -> FakeFollower:
+        self._attached(from_index, branch)
+        return FakeFollower(self.reader, on_news)
+
+    def _attached(self, from_index: int, branch: int) -> None:
         if self.length is not None and from_index > self.length:
             raise FleetError(
                 Reason.INDEX_OUT_OF_RANGE,
@@ -174,7 +207,6 @@ class FakeGeneration:
                 metadata={"fromIndex": str(from_index), "tokens": str(self.length)},
             )
         self.attached_at, self.attached_branch = from_index, branch
-        return self.reader
 
 
 class FakeHead:
@@ -283,8 +315,8 @@ class FakeHead:
         self._take("list_models")
         return [ModelSummary(MODEL, 1, 2)]
 
-    def list_nodes(self) -> list[NodeInfo]:
-        self._take("list_nodes")
+    async def all_nodes(self) -> list[NodeInfo]:
+        self._take("all_nodes")
         return [NODE]
 
     def list_names(self) -> list[NameInfo]:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from array import array
 from collections.abc import Sequence
 
+import structlog
+
 from fleet.v1 import fleet_service_pb2 as fleet
+from fleet_service.api.connection import ConnectParts
+from fleet_service.api.errors import ErrorTranslator
 from fleet_service.api.fleet_servicer import FleetServicer
+from fleet_service.api.interceptors import NullRpcObserver
 from fleet_service.api.validate import Limits
 from fleet_service.domain.access import ANYBODY
 from tests.api.fakes import FakeHead
 
 CONTEXT = array("I", range(300_001))
+CONNECTING = ConnectParts(
+    ErrorTranslator(random.Random(1)), NullRpcObserver(), structlog.get_logger(), 1, 1_000_000
+)
 
 
 class BigHead(FakeHead):
@@ -29,7 +38,7 @@ class AnyCall:
 
 
 async def test_others_are_answered_while_big_contexts_are_copied() -> None:
-    servicer = FleetServicer(BigHead(), Limits())
+    servicer = FleetServicer(BigHead(), Limits(), CONNECTING)
     request = fleet.GetSessionRequest(session_id="s1", include_token_ids=True)
     answered: list[str] = []
 
@@ -50,7 +59,7 @@ async def test_others_are_answered_while_big_contexts_are_copied() -> None:
 
 
 async def test_a_caller_that_leaves_while_its_copy_is_made_holds_nobody_up() -> None:
-    servicer = FleetServicer(BigHead(), Limits())
+    servicer = FleetServicer(BigHead(), Limits(), CONNECTING)
     request = fleet.GetSessionRequest(session_id="s1", include_token_ids=True)
     leaves = asyncio.create_task(servicer.GetSession(request, AnyCall()))
     stays = asyncio.create_task(servicer.GetSession(request, AnyCall()))

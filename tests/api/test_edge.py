@@ -8,6 +8,7 @@ import pytest
 
 from fleet.v1 import fleet_service_pb2 as fleet
 from fleet_service.api.interceptors import NullRpcObserver, ServedCall
+from fleet_service.domain.access import ANYBODY
 from tests.api.conftest import Edge
 from tests.api.fakes import STORY, BrokenReader, EndlessReader, FakeReader, not_found, refusal_of
 
@@ -148,7 +149,7 @@ async def test_a_caller_that_hangs_up_at_its_deadline_did_not_cancel(
             return remaining_s
 
     trace = NullRpcObserver().rpc_started("m", ())
-    ServedCall(cast("Any", Context()), trace, cast("Any", edge.log), "req-1", ()).gone()
+    ServedCall(cast("Any", Context()), trace, cast("Any", edge.log), "req-1", lambda: ANYBODY).gone()
     assert [(c.args, c.kwargs["code"]) for c in edge.log.calls] == [(("caller gone",), code)]
 
 

@@ -176,7 +176,7 @@ def test_sets_not_seen_before_do_not_all_begin_at_the_same_node() -> None:
     assert shares[True] == 25
 
 
-def test_of_very_many_nodes_a_slice_is_scored_and_every_node_comes_round() -> None:
+def test_a_burst_over_very_many_nodes_reaches_every_one() -> None:
     nodes, policy = fleet(SAMPLE_SIZE * 2), LoadAware()
     for _ in range(len(nodes)):
         place(nodes, policy)

@@ -21,7 +21,7 @@ from tests.ports import quiet_port
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     """A World; the test fails when anything is left at its end.
 
-    A parameter says how head and nodes speak ("plain", "link", "join"); without one FLEET_E2E_KIND does.
+    A parameter is its kind (World.kind): "plain", "link", "join", "connect"; else FLEET_E2E_KIND says it.
     """
     kind = getattr(request, "param", os.environ.get("FLEET_E2E_KIND", "plain"))
     made = World(kind=kind, join_port=quiet_port() if kind == "join" else 0)

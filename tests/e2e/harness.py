@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -39,6 +39,7 @@ from fleet_service.runtime.observer import FleetObserver
 from fleet_service.runtime.protocols import Dialer, Resolver
 from fleet_service.runtime.settings import DiscoverySettings, HeadSettings
 from node_stub.reference import StubModel, reference_tokens
+from tests.e2e.connected import ConnectedStub
 from tests.ports import quiet_port
 
 if TYPE_CHECKING:
@@ -185,6 +186,8 @@ class HeadServer:
     address: str
 
     async def stop(self, grace_s: float = 0.0) -> None:
+        if isinstance(self.fleet, ConnectedStub):
+            await self.fleet.close()
         for channel in self.channels:
             await channel.close()
         await self.head.stop(grace_s)
@@ -210,7 +213,10 @@ class World:
     """Everything a test starts, and its end."""
 
     kind: str = "plain"
-    """How the head and its nodes speak: "plain" RPCs, a multiplexed "link", or the nodes "join"."""
+    """How the head and its nodes speak: "plain" RPCs, a multiplexed "link", or the nodes "join".
+
+    "connect" is "link" with callers whose calls all go over one stream.
+    """
     join_port: int = 0
     nodes: list[NodeProcess] = field(default_factory=list)
     heads: list[HeadServer] = field(default_factory=list)
@@ -282,9 +288,10 @@ class World:
         address = f"127.0.0.1:{listeners[0].port}"
         callers = grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
         admin = grpc.aio.insecure_channel(f"127.0.0.1:{listeners[1].port}")
-        server = HeadServer(
-            head, listeners, [callers, admin], FleetServiceStub(callers), AdminServiceStub(admin), address
-        )
+        fleet: Any = FleetServiceStub(callers)
+        if self.kind == "connect":
+            fleet = ConnectedStub(fleet)
+        server = HeadServer(head, listeners, [callers, admin], fleet, AdminServiceStub(admin), address)
         self.heads.append(server)
         return server
 

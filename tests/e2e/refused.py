@@ -69,7 +69,7 @@ def taken_apart(error: grpc.aio.AioRpcError) -> Refused:
 async def refusal_of(call: Any) -> Refused:
     """Run a call, unary or streaming, that must be refused."""
     try:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
+        if hasattr(call, "__aiter__"):
             async for _ in call:
                 pass
         else:

@@ -257,6 +257,20 @@ async def test_the_file_is_read_again_while_the_head_runs_and_a_broken_one_chang
     assert await refused(answer_of(client, completion())) == ("UNAUTHENTICATED", "CREDENTIALS_REFUSED")
 
 
+async def test_a_connection_does_nothing_more_once_its_token_was_taken_back(guarded: Guarded) -> None:
+    where = await guarded.listen()
+    client = await guarded.client(where, guarded.let_in("frontend", CALL))
+    call: Any = client.fleet.Connect()
+    get = pb.ConnectCall(call_id=1, get_session=pb.GetSessionRequest(session_id="none"))
+    await call.write(pb.ConnectRequest(calls=[get]))
+    assert (await call.read()).HasField("limits")
+    assert [reply.error.reason for reply in (await call.read()).replies] == ["SESSION_NOT_FOUND"]
+    remove_entry(guarded.file, "frontend")
+    guarded.now_s += 2
+    await call.write(pb.ConnectRequest(calls=[get]))
+    assert await refused(client.ask(call.read())) == ("UNAUTHENTICATED", "CREDENTIALS_REFUSED")
+
+
 async def test_a_file_that_could_not_be_read_for_a_while_is_read_when_it_can_be(guarded: Guarded) -> None:
     where = await guarded.listen()
     client = await guarded.client(where, guarded.let_in("frontend", CALL))

@@ -14,6 +14,7 @@ import pytest
 from fleet.stub.v1 import stub_service_pb2 as stub_pb
 from fleet.v1 import admin_service_pb2 as admin_pb
 from fleet.v1 import fleet_service_pb2 as pb
+from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from fleet_service.runtime.store import StoreError, StoreTrouble
 from tests.e2e.callers import Reading, complete, cordon, generate, open_session, read_all
 from tests.e2e.harness import MODEL, HeadServer, World, prompt
@@ -402,6 +403,14 @@ async def _grown_too_long(stage: Stage) -> Refused:
 @case("GetSession", "REQUEST_TOO_LARGE")
 async def _too_large(stage: Stage) -> Refused:
     return await refusal_of(stage.fleet.GetSession(pb.GetSessionRequest(session_id="x" * (17 * 1024 * 1024))))
+
+
+@case("Connect", "INVALID_FIELD", "an id twice")
+async def _call_id_in_use(stage: Stage) -> Refused:
+    call: Any = FleetServiceStub(stage.server.new_channel()).Connect()
+    complete_call = pb.ConnectCall(call_id=1, complete=pb.CompleteRequest(session=SPEC, token_ids=prompt(5)))
+    await call.write(pb.ConnectRequest(calls=[complete_call, complete_call]))
+    return await refusal_of(call)
 
 
 @case("GetSession", "INTERNAL")

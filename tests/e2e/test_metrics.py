@@ -53,7 +53,9 @@ class Watched:
         async def quiet() -> Scrape:
             while True:
                 scrape = await self.scraper.scrape()
-                if not scrape.of("fleet_rpcs_in_flight") and not scrape["fleet_generations_running"]:
+                calls = scrape.of("fleet_rpcs_in_flight")
+                connections = scrape.of("fleet_rpcs_in_flight", method=f"{SERVICE}/Connect")
+                if calls == connections and not scrape["fleet_generations_running"]:
                     return scrape
 
         return await asyncio.wait_for(quiet(), PATIENCE_S)
@@ -226,7 +228,7 @@ async def test_sessions_are_told_by_state_whatever_becomes_of_their_nodes(world:
 
         async def agree() -> dict[str, int]:
             """No await between the two: one moment is compared."""
-            gauges = server.head.gauges()
+            gauges = await server.head.gauges()
             true = true_states(server)
             assert {state.value: count for state, count in gauges.sessions.items() if count} == true
             return true

@@ -44,8 +44,8 @@ def stalled_after(
             found.append(loop.time())
             gave_up.set()
 
-        watch = StallWatch(loop, STALL_S, prompt_tokens, lambda: rate, stalled)
-        watch.start()
+        watch = StallWatch(loop, STALL_S, prompt_tokens, lambda: rate)
+        watch.start(stalled)
         tells = asyncio.create_task(what(watch))
         await asyncio.wait({asyncio.ensure_future(gave_up.wait())}, timeout=wait_s)
         tells.cancel()
@@ -62,7 +62,10 @@ def tell(*moments: tuple[float, Phase | None]) -> Tell:
         loop = asyncio.get_running_loop()
         for at_s, phase in moments:
             await asyncio.sleep(at_s - loop.time())
-            watch.enter(phase or Phase.DECODE, loop.time(), token=phase is None)
+            if phase is None:
+                watch.token(loop.time())
+            else:
+                watch.enter(phase, loop.time())
 
     return telling
 
@@ -150,7 +153,7 @@ def test_what_came_while_the_head_itself_stood_still_is_heard_before_it_judges(a
         await asyncio.sleep(at_s)
         loop.stand_still(100.0)
         await asyncio.sleep(CONFIRM_STALL_S / 2)
-        watch.enter(Phase.DECODE, loop.time(), token=True)
+        watch.token(loop.time())
 
     heard_s = at_s + 100.0 + CONFIRM_STALL_S / 2
     assert stalled_after(telling) == pytest.approx(heard_s + STALL_S + CONFIRM_STALL_S)

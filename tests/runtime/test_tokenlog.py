@@ -19,7 +19,7 @@ from fleet_service.domain.events import (
     Timings,
     Tokens,
 )
-from fleet_service.runtime.tokenlog import Cursor, Reader, TokenLog
+from fleet_service.runtime.tokenlog import Cursor, Follower, Reader, TokenLog
 
 FINISHED = Finished(FinishReason.LENGTH, 4, 6, 1, Timings(0.0, 0.1, 0.2, 0.1))
 STARTED = Started("node-1", 7)
@@ -106,7 +106,7 @@ def test_whatever_the_pace_a_reader_misses_and_repeats_nothing(steps: list[objec
 
 async def test_a_waiting_reader_wakes_when_there_is_something() -> None:
     log = _log()
-    closed: list[Reader] = []
+    closed: list[Follower] = []
     reader = Reader(log, 0, closed.append)
     assert await reader.read() == [log.accepted]
     waiting = asyncio.ensure_future(reader.read())

@@ -219,6 +219,8 @@ class FleetChecks:
             for info in head.operators.list_nodes():
                 self._check_node(info)
             for node in head.fleet.nodes:
+                if not head.fleet.pool.is_current(node):
+                    self._oracle.violation(f"{node.name} is not placed by what it is now")
                 self._fleet.clones.check(node)
                 self._owing.check(node)
                 self._check_held(head, node)

@@ -109,8 +109,7 @@ def every_attempt_has_the_whole_time() -> Iterator[None]:
         generation = self._generation
         if generation.attempts:
             wall_s = generation.deadline_s - generation.accepted_s
-            generation._wall_timer.cancel()
-            generation._wall_timer = generation._loop.call_later(wall_s, generation._out_of_time)
+            generation.deadline_s = generation._loop.time() + wall_s
         return await right(self, reservation)
 
     with replaced(Driver, "_one_attempt", wrong):
@@ -243,14 +242,14 @@ def a_session_leaves_without_a_revoke() -> Iterator[None]:
 @contextmanager
 def a_revoke_is_settled_unanswered() -> Iterator[None]:
     """Rule 10: a revoke that was sent is thought to be done, answered or not."""
-    right = NodeKeeper._deliver
+    right = NodeKeeper._settles
 
-    async def wrong(self: NodeKeeper, link: NodeLink, revoke: Any) -> Any:
-        answered = await right(self, link, revoke)
+    def wrong(self: NodeKeeper, revoke: Any, answer: Any) -> Any:
+        answered = right(self, revoke, answer)
         self._node.settle_revoke(revoke)
         return answered
 
-    with replaced(NodeKeeper, "_deliver", wrong):
+    with replaced(NodeKeeper, "_settles", wrong):
         yield
 
 

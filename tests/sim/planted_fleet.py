@@ -6,7 +6,7 @@ As in planted.py, each replaces a method of the runtime or the domain while it i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,9 +68,9 @@ def a_session_leaves_its_node_with_every_answer() -> Iterator[None]:
     """Failures: what is to be done after a loss is done at every end, and each turn costs a prefill."""
     right = Attempt.run
 
-    async def wrong(self: Attempt) -> Failure:
+    async def wrong(self: Attempt, dispatched: Callable[[Attempt], None]) -> Failure:
         try:
-            return await right(self)
+            return await right(self, dispatched)
         finally:
             self.generation.session.unbind()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from fleet_service.domain.node_types import ModelInfo, NodeState, Report
+from fleet_service.domain.value import value
 
 
 class Candidate(Protocol):
@@ -66,7 +67,7 @@ class Candidate(Protocol):
         """Attempts queued at the head for one of its lanes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Demand:
     """What is to be placed.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleet_service.domain.node_types import Report
 from fleet_service.domain.placement.candidate import Candidate, Demand
-from fleet_service.domain.placement.filters import QUEUE_LIMIT, LeftOut, left_out, window_tokens
+from fleet_service.domain.placement.filters import QUEUE_LIMIT, LeftOut, left_out, takers, window_tokens
 from fleet_service.domain.placement.load import (
     Rates,
     estimate_ms,
@@ -41,8 +41,8 @@ class Verdict:
 
 
 def choose(
-    nodes: Sequence[Candidate],
-    all_nodes: Sequence[Candidate],
+    nodes: Iterable[Candidate],
+    all_nodes: Iterable[Candidate],
     demand: Demand,
     policy: Policy,
     now_s: float,
@@ -51,9 +51,10 @@ def choose(
     """The node that takes `demand`; the caller reserves on it in the same step, so that a burst spreads.
 
     `nodes`: every node known to serve the model, up or down (others are passed over); `all_nodes`: the whole
-    fleet, looked at only to explain a refusal. Costs O(nodes). Raises FleetError as `refusal` says.
+    fleet, or of it at least the nodes never heard from, looked at only to explain a refusal. Costs O(nodes);
+    where there are very many, `Pool.choose` compares some. Raises FleetError as `refusal` says.
     """
-    eligible = [node for node in nodes if left_out(node, demand, now_s, queue_limit) is None]
+    eligible = takers(nodes, demand, now_s, queue_limit)
     if not eligible:
         raise refusal(nodes, all_nodes, demand, now_s, queue_limit)
     winner = policy.order(eligible, demand, now_s)[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import TypeVar
 
 from fleet_service.domain.node_types import NodeState
 from fleet_service.domain.placement.candidate import Candidate, Demand, is_unlearned
@@ -29,6 +31,10 @@ class LeftOut(StrEnum):
     HOT = "hot"
 
 
+C = TypeVar("C", bound=Candidate)
+
+_UP = NodeState.UP
+
 _BY_STATE = {
     NodeState.DOWN: LeftOut.DOWN,
     NodeState.SUSPECT: LeftOut.SUSPECT,
@@ -44,7 +50,30 @@ def left_out(
     What would still hold if the node were up and idle goes first: a node that is too narrow and also down is
     left out for its context, so that every node counted as down is one whose return would help.
     """
-    return never(candidate, demand) or _not_now(candidate, demand, now_s, queue_limit)
+    return never(candidate, demand) or not_now(candidate, demand, now_s, queue_limit)
+
+
+def takers(candidates: Iterable[C], demand: Demand, now_s: float, queue_limit: int = QUEUE_LIMIT) -> list[C]:
+    """Those that `left_out` has nothing against, in order. Written for speed: every placement asks it."""
+    name, revision, selector, avoid = demand.model, demand.model_revision, demand.selector, demand.avoid
+    needed = max(demand.prompt_tokens, demand.min_window_tokens + 1 if demand.min_window_tokens else 0)
+    found = []
+    for node in candidates:
+        if node.state is not _UP or node.cordoned or node.unlisted or node.busy_until_s > now_s:
+            continue
+        model = node.models.get(name)
+        if model is None or (revision and model.revision != revision):
+            continue
+        window = model.max_context_tokens
+        if not window and node.report is not None:
+            window = node.report.max_context_tokens
+        if window and window < needed:
+            continue
+        if (avoid and node.name in avoid) or (selector and not carries_labels(node, demand)):
+            continue
+        if node.waiting < queue_limit:
+            found.append(node)
+    return found
 
 
 def never(candidate: Candidate, demand: Demand) -> LeftOut | None:
@@ -54,15 +83,16 @@ def never(candidate: Candidate, demand: Demand) -> LeftOut | None:
         return None if is_unlearned(candidate) else LeftOut.MODEL
     if demand.model_revision and model.revision != demand.model_revision:
         return LeftOut.REVISION
-    if not carries_labels(candidate, demand):
+    if demand.selector and not carries_labels(candidate, demand):
         return LeftOut.LABEL
     if not holds(candidate, demand):
         return LeftOut.CONTEXT
     return None
 
 
-def _not_now(candidate: Candidate, demand: Demand, now_s: float, queue_limit: int) -> LeftOut | None:
-    if candidate.state is not NodeState.UP:
+def not_now(candidate: Candidate, demand: Demand, now_s: float, queue_limit: int) -> LeftOut | None:
+    """Why `candidate`, which could take `demand` when up and idle, cannot take it now."""
+    if candidate.state is not _UP:
         return _BY_STATE[candidate.state]
     if candidate.cordoned:
         return LeftOut.CORDONED
@@ -79,8 +109,7 @@ def _not_now(candidate: Candidate, demand: Demand, now_s: float, queue_limit: in
 
 def carries_labels(candidate: Candidate, demand: Demand) -> bool:
     """`candidate` has every label that the selector asks for, with the same value."""
-    labels = candidate.labels
-    return all(labels.get(key) == value for key, value in demand.selector.items())
+    return demand.selector.items() <= candidate.labels.items()
 
 
 def window_tokens(candidate: Candidate, model_name: str) -> int:

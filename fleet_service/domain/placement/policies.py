@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fleet_service.domain.placement.candidate import Candidate, Demand
-from fleet_service.domain.placement.load import estimate_ms, is_hot, typical_rates
+from fleet_service.domain.placement.load import estimates_ms, is_hot
 
-SAMPLE_SIZE = 256
-"""Candidates that load-aware scores at once; of more, a slice that moves on with every choice."""
+SAMPLE_SIZE = 64
+"""Candidates that a policy which compares them is given, where there are too many to compare all."""
 
 DEFAULT_POOL_HIGH_PCT = 90
+
+C = TypeVar("C", bound=Candidate)
 
 
 class Policy(Protocol):
@@ -25,8 +27,19 @@ class Policy(Protocol):
     def uses_estimate(self) -> bool:
         """It orders by the estimated time to completion."""
 
+    @property
+    def sample_size(self) -> int:
+        """How many it wants to compare where there are too many to compare all; 1 = it takes who is next."""
+
+    @property
+    def shuns_hot(self) -> bool:
+        """It takes hot nodes only where there are no others."""
+
     def order(self, candidates: Sequence[Candidate], demand: Demand, now_s: float) -> list[Candidate]:
         """The candidates, best first; some may be left out, but never all. Changes nothing."""
+
+    def ranked(self, candidates: Sequence[C], demand: Demand, now_s: float) -> list[C]:
+        """A sample, best first, what is equal in the order given; its hot nodes are left out already."""
 
     def chosen(self, candidates: Sequence[Candidate], winner: Candidate) -> None:
         """`winner`, one of the candidates given to `order`, was chosen."""
@@ -77,6 +90,8 @@ class LoadAware:
 
     name = "load-aware"
     uses_estimate = True
+    sample_size = SAMPLE_SIZE
+    shuns_hot = True
 
     def __init__(self, pool_high_pct: int = DEFAULT_POOL_HIGH_PCT) -> None:
         """`pool_high_pct`: KV occupancy from which a node is hot, 1..100. ValueError beyond."""
@@ -88,13 +103,13 @@ class LoadAware:
     def order(self, candidates: Sequence[Candidate], demand: Demand, now_s: float) -> list[Candidate]:
         turns = self._rotation.rotated(candidates)
         cool = [node for node in turns if not is_hot(node, self._pool_high_pct, now_s)] or turns
-        typical = typical_rates(cool)
+        return self.ranked(cool, demand, now_s)
 
-        def preference(node: Candidate) -> tuple[int, int]:
-            return estimate_ms(node, demand, typical, now_s), node.sessions
-
-        # The sort is stable, so what is equal stays in turn.
-        return [*sorted(cool[:SAMPLE_SIZE], key=preference), *cool[SAMPLE_SIZE:]]
+    def ranked(self, candidates: Sequence[C], demand: Demand, now_s: float) -> list[C]:
+        estimates = estimates_ms(candidates, demand, now_s)
+        sessions = [node.sessions for node in candidates]
+        places = range(len(candidates))
+        return [candidates[place] for *_, place in sorted(zip(estimates, sessions, places, strict=True))]
 
     def chosen(self, candidates: Sequence[Candidate], winner: Candidate) -> None:
         self._rotation.chosen(candidates, winner)
@@ -105,13 +120,17 @@ class LeastLoaded:
 
     name = "least-loaded"
     uses_estimate = False
+    sample_size = SAMPLE_SIZE
+    shuns_hot = False
 
     def __init__(self) -> None:
         self._rotation = Rotation()
 
     def order(self, candidates: Sequence[Candidate], demand: Demand, now_s: float) -> list[Candidate]:
-        turns = self._rotation.rotated(candidates)
-        return sorted(turns, key=lambda node: node.sessions)
+        return self.ranked(self._rotation.rotated(candidates), demand, now_s)
+
+    def ranked(self, candidates: Sequence[C], demand: Demand, now_s: float) -> list[C]:
+        return sorted(candidates, key=lambda node: node.sessions)
 
     def chosen(self, candidates: Sequence[Candidate], winner: Candidate) -> None:
         self._rotation.chosen(candidates, winner)
@@ -122,12 +141,17 @@ class RoundRobin:
 
     name = "round-robin"
     uses_estimate = False
+    sample_size = 1
+    shuns_hot = False
 
     def __init__(self) -> None:
         self._rotation = Rotation()
 
     def order(self, candidates: Sequence[Candidate], demand: Demand, now_s: float) -> list[Candidate]:
         return self._rotation.rotated(candidates)
+
+    def ranked(self, candidates: Sequence[C], demand: Demand, now_s: float) -> list[C]:
+        return list(candidates)
 
     def chosen(self, candidates: Sequence[Candidate], winner: Candidate) -> None:
         self._rotation.chosen(candidates, winner)

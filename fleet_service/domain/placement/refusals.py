@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.node_types import NodeState
@@ -12,8 +13,7 @@ from fleet_service.domain.placement.filters import (
     QUEUE_LIMIT,
     LeftOut,
     carries_labels,
-    holds,
-    left_out,
+    not_now,
     window_tokens,
 )
 
@@ -23,7 +23,7 @@ _MIN_RETRY_AFTER_S = 0.1
 
 def refusal(
     nodes: Iterable[Candidate],
-    all_nodes: Sequence[Candidate],
+    all_nodes: Iterable[Candidate],
     demand: Demand,
     now_s: float,
     queue_limit: int = QUEUE_LIMIT,
@@ -35,35 +35,88 @@ def refusal(
     otherwise eligible has a full queue or said BUSY, and NO_ELIGIBLE_NODE. The permanent
     ones do not depend on which nodes are up, so they may be asked for ahead of a placement as well.
     """
-    known = [node for node in nodes if demand.model in node.models]
+    known = _Known(demand, now_s, queue_limit)
+    known.count(nodes)
     unlearned = [node for node in all_nodes if is_unlearned(node)]
     # A first connection under way may yet bring what is missing; a node that could not be reached may
     # serve an unknown model, but does not make a wider or labelled node out of those that are known.
     connecting = [node for node in unlearned if node.state is NodeState.CONNECTING]
-    if not known:
-        return _no_eligible_node(demand, unlearned, now_s, queue_limit) if unlearned else _not_found(demand)
-    labelled = [node for node in known if carries_labels(node, demand)]
-    if not labelled and not connecting:
-        return _unplaceable(demand, len(known))
-    revised = [
-        node
-        for node in labelled
-        if not demand.model_revision or node.models[demand.model].revision == demand.model_revision
-    ]
-    if revised and not connecting and not any(_could_hold(node, demand) for node in revised):
-        return _too_long(revised, demand)
-    reasons = {node.name: left_out(node, demand, now_s, queue_limit) for node in known}
-    full = [node for node in known if reasons[node.name] in (LeftOut.BUSY, LeftOut.QUEUE_FULL)]
-    if full:
-        return _saturated(demand, full, now_s)
-    return _no_eligible_node(demand, [*known, *connecting], now_s, queue_limit)
+    if not known.nodes:
+        if not unlearned:
+            return _not_found(demand)
+        return _no_eligible_node(demand, Counter(_BY_STATE[node.state] for node in unlearned))
+    if not known.labelled and not connecting:
+        return _unplaceable(demand, known.nodes)
+    if known.revised and not known.could_hold and not connecting:
+        return _too_long(known.widest_tokens, demand)
+    if known.full:
+        return _saturated(demand, known)
+    reasons = known.reasons + Counter(_BY_STATE[node.state] for node in connecting)
+    return _no_eligible_node(demand, reasons)
 
 
-def _could_hold(node: Candidate, demand: Demand) -> bool:
-    """A node that tells no window and has already been tried for a length that was refused does not count."""
-    if demand.min_window_tokens and node.name in demand.avoid and not window_tokens(node, demand.model):
-        return False
-    return holds(node, demand)
+_BY_STATE = {NodeState.CONNECTING: LeftOut.CONNECTING, NodeState.DOWN: LeftOut.DOWN}
+
+
+class _Known:
+    """What the nodes that serve a model have against a demand, counted in one pass over them."""
+
+    def __init__(self, demand: Demand, now_s: float, queue_limit: int) -> None:
+        self._demand = demand
+        self._now_s = now_s
+        self._queue_limit = queue_limit
+        self.nodes = 0
+        self.labelled = False
+        self.revised = False
+        """Some have the labels, and the revision too."""
+        self.could_hold = False
+        """Of these, some could hold it."""
+        self.widest_tokens = 0
+        """Of these; where only a refusal told a window, it is the refused one."""
+        self.full = 0
+        self.free_again_s = math.inf
+        self.reasons: Counter[LeftOut] = Counter()
+
+    def count(self, nodes: Iterable[Candidate]) -> None:
+        """Written for speed: whoever asks for what cannot be has all nodes looked at."""
+        demand, reasons = self._demand, self.reasons
+        name, revision, selector = demand.model, demand.model_revision, demand.selector
+        for node in nodes:
+            model = node.models.get(name)
+            if model is None:
+                continue
+            self.nodes += 1
+            labelled = not selector or carries_labels(node, demand)
+            self.labelled = self.labelled or labelled
+            if revision and model.revision != revision:
+                reasons[LeftOut.REVISION] += 1
+            elif not labelled:
+                reasons[LeftOut.LABEL] += 1
+            elif not self._count_window(node, model.max_context_tokens or window_tokens(node, name)):
+                reasons[LeftOut.CONTEXT] += 1
+            else:
+                self._count_now(node)
+
+    def _count_window(self, node: Candidate, window: int) -> bool:
+        """Whether it holds the demand."""
+        demand = self._demand
+        self.revised = True
+        self.widest_tokens = max(self.widest_tokens, window or demand.min_window_tokens)
+        held = not window or (demand.prompt_tokens <= window and demand.min_window_tokens < window)
+        # A node that tells no window and has already been tried for a length that was refused does not count.
+        if held and not (demand.min_window_tokens and not window and node.name in demand.avoid):
+            self.could_hold = True
+        return held
+
+    def _count_now(self, node: Candidate) -> None:
+        reason = not_now(node, self._demand, self._now_s, self._queue_limit)
+        if reason is None:
+            return
+        self.reasons[reason] += 1
+        if reason in (LeftOut.BUSY, LeftOut.QUEUE_FULL):
+            self.full += 1
+            if node.busy_until_s > self._now_s:
+                self.free_again_s = min(self.free_again_s, node.busy_until_s - self._now_s)
 
 
 def _not_found(demand: Demand) -> FleetError:
@@ -86,9 +139,7 @@ def _unplaceable(demand: Demand, known: int) -> FleetError:
     )
 
 
-def _too_long(nodes: list[Candidate], demand: Demand) -> FleetError:
-    # Where only a refusal told the window, it is the refused one.
-    widest = max(window_tokens(node, demand.model) or demand.min_window_tokens for node in nodes)
+def _too_long(widest: int, demand: Demand) -> FleetError:
     what = "the session's context" if demand.state_dependent else "the prompt"
     remedy = "truncate" if demand.state_dependent else "shorten"
     return FleetError(
@@ -105,19 +156,17 @@ def _too_long(nodes: list[Candidate], demand: Demand) -> FleetError:
     )
 
 
-def _saturated(demand: Demand, full: list[Candidate], now_s: float) -> FleetError:
-    free_again_s = [node.busy_until_s - now_s for node in full if node.busy_until_s > now_s]
-    retry_after_s = max(min(free_again_s, default=_RETRY_AFTER_S), _MIN_RETRY_AFTER_S)
+def _saturated(demand: Demand, known: _Known) -> FleetError:
+    free_again_s = _RETRY_AFTER_S if known.free_again_s == math.inf else known.free_again_s
     return FleetError(
         Reason.FLEET_SATURATED,
-        f"{_nodes(len(full))} could take model {demand.model}, but no more work may wait there; retry later",
-        metadata={"model": demand.model, "fullNodes": str(len(full))},
-        retry_after_s=retry_after_s,
+        f"{_nodes(known.full)} could take model {demand.model}, but no more work may wait there; retry later",
+        metadata={"model": demand.model, "fullNodes": str(known.full)},
+        retry_after_s=max(free_again_s, _MIN_RETRY_AFTER_S),
     )
 
 
-def _no_eligible_node(demand: Demand, nodes: list[Candidate], now_s: float, queue_limit: int) -> FleetError:
-    counts = Counter(reason for node in nodes if (reason := left_out(node, demand, now_s, queue_limit)))
+def _no_eligible_node(demand: Demand, counts: Counter[LeftOut]) -> FleetError:
     told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()))
     return FleetError(
         Reason.NO_ELIGIBLE_NODE,
