@@ -83,7 +83,7 @@ async def scrape(nodes: int, sessions: int) -> tuple[float, float, float, int]:
     one_request(metrics)
     began_s = time.process_time()
     for _ in range(SCRAPES):
-        head.gauges()
+        await head.gauges()
     read_s = (time.process_time() - began_s) / SCRAPES
     longest_s, size = 0.0, 0
     began_s = time.process_time()

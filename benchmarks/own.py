@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import logging
 import random
 import time
@@ -26,10 +25,11 @@ from fleet_service.api.errors import ErrorTranslator
 from fleet_service.api.fleet_servicer import FleetServicer
 from fleet_service.api.interceptors import NullRpcObserver
 from fleet_service.api.validate import Limits
-from fleet_service.app import GARBAGE_THRESHOLDS, loop_factory
+from fleet_service.app import loop_factory
 from fleet_service.domain.access import ANYBODY
 from fleet_service.domain.commands import Introduction
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, Report
+from fleet_service.garbage import looked_for_in_pieces
 from fleet_service.links.mux import MuxLink
 from fleet_service.links.settings import LinkSettings
 from fleet_service.runtime.head import Head
@@ -265,8 +265,8 @@ def main() -> None:
     told = parser.parse_args()
     work: Coroutine[Any, Any, None] = measure(told.profile, connected=told.connected)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    gc.set_threshold(*GARBAGE_THRESHOLDS)  # as in a head's process
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    in_pieces = looked_for_in_pieces(lambda: False)  # as in a head's process
+    with in_pieces, asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(work)
 
 

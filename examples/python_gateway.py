@@ -28,6 +28,19 @@ if TYPE_CHECKING:
 # How long an answer goes on without us, and we try to come back to it.
 GRACE_S = 10.0
 
+# What a request may have, in bytes, until the head has told its own limit.
+FIRST_MAX_REQUEST_BYTES = 4 * 1024 * 1024
+
+CHANNEL_OPTIONS = [
+    # A reply with a long context may have more than gRPC takes by default.
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Tell a head that is frozen, or gone in silence; without calls nothing is sent.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+]
+
 
 class CallRefusedError(Exception):
     """The head refused one call, or ended it. Branch on the reason, never on the message."""
@@ -107,9 +120,13 @@ class FleetConnection:
         self._call = fleet.Connect(metadata=grpc.aio.Metadata(*metadata))
         self._asked: dict[int, asyncio.Future[pb.ConnectReply]] = {}
         self._streams: dict[int, Stream] = {}
-        self._outgoing = pb.ConnectRequest()
+        # What waits to be sent.
+        self._calls: deque[pb.ConnectCall] = deque()
+        self._credits: list[pb.ConnectCredit] = []
+        self._closed: list[int] = []
+        self._max_request_bytes = FIRST_MAX_REQUEST_BYTES
         self._to_write = asyncio.Event()
-        self._call_ids = count(1)
+        self._call_ids = count(1)  # none is used twice
         self._lost: ConnectionLostError | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
@@ -148,13 +165,13 @@ class FleetConnection:
 
     def grant(self, call_id: int, tokens: int) -> None:
         """Let a stream send more."""
-        self._outgoing.credits.add(call_id=call_id, tokens=tokens)
+        self._credits.append(pb.ConnectCredit(call_id=call_id, tokens=tokens))
         self._to_write.set()
 
     def leave(self, call_id: int) -> None:
         """Read a stream no more."""
         if self._streams.pop(call_id, None) is not None:
-            self._outgoing.closed_call_ids.append(call_id)
+            self._closed.append(call_id)
             self._to_write.set()
 
     def _send(self, call: Mapping[str, Any], trace: Mapping[str, str] | None, window_tokens: int = 0) -> int:
@@ -162,20 +179,34 @@ class FleetConnection:
         if self._lost is not None:
             raise self._lost
         call_id = next(self._call_ids)
-        message = self._outgoing.calls.add(call_id=call_id, **call)
-        message.trace.update(trace or {})
+        message = pb.ConnectCall(call_id=call_id, trace=trace or {}, **call)
         if window_tokens:
             message.credit_tokens = window_tokens
+        self._calls.append(message)
         self._to_write.set()
         return call_id
+
+    def _next_request(self) -> pb.ConnectRequest:
+        """Calls in their order, as many as fit; credits and closes may mean calls of the same message."""
+        request, room_bytes = pb.ConnectRequest(), self._max_request_bytes
+        while self._calls:
+            room_bytes -= self._calls[0].ByteSize() + 8
+            if room_bytes < 0 and request.calls:
+                return request
+            request.calls.append(self._calls.popleft())
+        request.credits.extend(self._credits)
+        request.closed_call_ids.extend(self._closed)
+        self._credits.clear()
+        self._closed.clear()
+        return request
 
     async def _write(self) -> None:
         while True:
             await self._to_write.wait()
             self._to_write.clear()
-            request, self._outgoing = self._outgoing, pb.ConnectRequest()
             try:
-                await self._call.write(request)
+                while self._calls or self._credits or self._closed:
+                    await self._call.write(self._next_request())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader tells why
 
@@ -183,13 +214,17 @@ class FleetConnection:
         try:
             async for response in self._call:
                 self._take(response)
+            self._lose("the head ended it")
         except grpc.aio.AioRpcError as error:
             self._lose(f"{error.code().name}: {error.details()}")
-        else:
-            self._lose("the head ended it")
+        except Exception as error:
+            self._lose(f"what it sent could not be read: {error!r}")
+            raise
 
     def _take(self, response: pb.ConnectResponse) -> None:
         """Events, then tokens, then replies."""
+        if response.HasField("limits"):
+            self._max_request_bytes = response.limits.max_request_bytes
         for event in response.events:
             self._pass_on(event.call_id, event.event)
         columns, start = response.tokens, 0
@@ -265,9 +300,9 @@ class Gateway:
         request.spec.disconnect_grace_ms = round(GRACE_S * 1000)
         place = pb.AttachGenerationRequest()
         loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + GRACE_S
+        lost_at_s: float | None = None  # None: all is well
         while True:
-            connection = self.connection()
+            connection, pause_s = self.connection(), 0.1
             try:
                 if place.generation_id:
                     stream = connection.stream(256, attach_generation=place)
@@ -275,21 +310,25 @@ class Gateway:
                     stream = connection.stream(256, complete=request)
                 with contextlib.closing(stream):
                     async for event in stream:
-                        give_up_s = loop.time() + GRACE_S
+                        lost_at_s = None
                         place.branch = event.branch
                         place.generation_id = event.accepted.generation_id or place.generation_id
                         if event.HasField("tokens"):
                             place.from_index = event.tokens.first_index + len(event.tokens.token_ids)
                         yield event
                 return
-            except ConnectionLostError:
-                if loop.time() > give_up_s:
-                    raise
+            except ConnectionLostError as error:
+                failure: Exception = error
+                await self.drop(connection)
             except CallRefusedError as refused:
-                if refused.reason != "HEAD_DRAINING" or loop.time() > give_up_s:
+                if refused.reason != "HEAD_DRAINING":
                     raise
-            await self.drop(connection)
-            await asyncio.sleep(0.1)
+                # What runs on this connection goes on to its end; it is lost when the head has ended.
+                failure, pause_s = refused, refused.error.retry_after_ms / 1000
+            lost_at_s = lost_at_s if lost_at_s is not None else loop.time()
+            if loop.time() - lost_at_s > GRACE_S:
+                raise failure
+            await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -298,7 +337,7 @@ class Gateway:
 
 async def run(options: argparse.Namespace) -> int:
     """Ask for the answers, all at once, and print a line for each that has ended."""
-    async with grpc.aio.insecure_channel(options.address) as channel:
+    async with grpc.aio.insecure_channel(options.address, options=CHANNEL_OPTIONS) as channel:
         gateway = Gateway(FleetServiceStub(channel))
 
         async def ask(number: int) -> bool:

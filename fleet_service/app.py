@@ -6,7 +6,6 @@ Nothing here is kept beyond the run: `serve` can be called again, in the same pr
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.util
 import random
 import signal
@@ -37,6 +36,7 @@ from fleet_service.api.server import (
 from fleet_service.api.validate import Limits
 from fleet_service.config import FleetConfig
 from fleet_service.exposure import warn_of_clear_tokens
+from fleet_service.garbage import looked_for_in_pieces
 from fleet_service.http_server import HttpListenError
 from fleet_service.keeping import Keeping, advice_on, keeping, nothing_is_garbage
 from fleet_service.links.dialer import FleetDialer
@@ -61,9 +61,6 @@ from fleet_service.web.stories import Stories
 _HEALTH_PERIOD_S = 0.5
 # How long streams get to carry their last event out, once every generation has ended.
 _FLUSH_S = 2.0
-GARBAGE_THRESHOLDS = (10_000, 5, 100)
-"""When Python looks for cycles. Finished answers are kept by the thousands and are none: looking through them
-all holds every stream up, and with Python's own thresholds it is a fifth of what short requests cost."""
 
 _log = structlog.get_logger(__name__)
 
@@ -113,7 +110,6 @@ def run(config: FleetConfig, announce: Callable[[str], None]) -> None:
     """
     configure_logging(sys.stderr, config.log.level, config.log.format)
     warn_of_clear_tokens(config)
-    gc.set_threshold(*GARBAGE_THRESHOLDS)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve_until_signal(config, announce))
 
@@ -180,7 +176,11 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
         for listener in listeners:
             await listener.start()
         async with asyncio.TaskGroup() as tasks:
-            health = tasks.create_task(_tell_health(head, callers))
+            garbage = parts.enter_context(looked_for_in_pieces(lambda: head.generations.running_count == 0))
+            background = [
+                tasks.create_task(_tell_health(head, callers)),
+                tasks.create_task(garbage.run(), name="garbage"),
+            ]
             where = _addresses(config, callers, admin, joining, metrics_at, page_at)
             _log.info(
                 "serving",
@@ -190,7 +190,8 @@ async def serve(config: FleetConfig, *, ready: Callable[[Addresses], None], stop
             )
             ready(where)
             await stop.asked.wait()
-            health.cancel()
+            for task in background:
+                task.cancel()
             await _shut_down(head, listeners, config.shutdown_grace_s, stop)
     if stop.failed:
         raise StartError(stop.failed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -198,6 +199,9 @@ class Faults:
         return fits and (struck is None or armed.serial not in struck)
 
 
+_LAST_WORDS_S = 0.05
+
+
 class Hazards(Protocol):
     """What DIE and FREEZE do to the node."""
 
@@ -210,6 +214,8 @@ class ProcessHazards:
     """The real thing, for a node that is a process of its own."""
 
     def die(self) -> None:
+        # What gRPC was given to send may not have left yet; nothing else is done meanwhile.
+        time.sleep(_LAST_WORDS_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def freeze(self) -> None:

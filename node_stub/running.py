@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from node_stub.faults import Fault, Faults, ProcessHazards, ReportLies
@@ -17,6 +17,7 @@ from node_stub.join import JoinSettings
 from node_stub.llama import LlamaSettings, create_engine
 from node_stub.node import Node, NodeSettings
 from node_stub.reference import StubModel
+from node_stub.runs import RunTrace
 from node_stub.server import NodeServer
 from node_stub.stub_engine import EngineSettings, StubEngine
 from node_stub.tls import TlsFiles
@@ -59,17 +60,15 @@ async def serve(options: Options) -> None:
     """
     if len(options.nodes) > 1:
         _open_many_files()
-    members = [_member(options, settings) for settings in options.nodes]
     if not options.otlp_endpoint:
-        await _serve(members, options)
+        await _serve(options)
         return
     from node_stub.tracing import Tracing
 
-    first = members[0].node
-    tracing = Tracing(options.otlp_endpoint, first.settings.identity, first.settings.incarnation)
-    first.trace_run = tracing.run_started
+    first = options.nodes[0]
+    tracing = Tracing(options.otlp_endpoint, first.identity, first.incarnation)
     try:
-        await _serve(members, options)
+        await _serve(options, tracing.run_started)
     finally:
         await tracing.close()
 
@@ -96,18 +95,33 @@ def _member(options: Options, settings: NodeSettings) -> _Member:
     return _Member(node, server)
 
 
-async def _serve(members: Sequence[_Member], options: Options) -> None:
+async def _started(options: Options, trace_run: Callable[..., RunTrace] | None) -> list[_Member]:
+    """All nodes, each told of once it serves. Raises BindError, and then none serves."""
+    members: list[_Member] = []
+    host, _, port = options.listen.rpartition(":")
+    try:
+        for number, settings in enumerate(options.nodes):
+            member = _member(options, settings)
+            if trace_run is not None:
+                member.node.trace_run = trace_run
+            listen = f"{host}:{int(port) + number if int(port) else 0}"
+            address = f"{host}:{await member.server.start(listen)}"
+            members.append(member)
+            where = f"joins {options.join}, control on {address}" if options.join else f"on {address}"
+            sys.stdout.write(f"fleet-node: {settings.identity} {where}\n")
+            sys.stdout.flush()
+    except BaseException:
+        await _stop(members, 0)
+        raise
+    return members
+
+
+async def _serve(options: Options, trace_run: Callable[..., RunTrace] | None = None) -> None:
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for awaited in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(awaited, asked.set)
-    host, _, port = options.listen.rpartition(":")
-    for number, member in enumerate(members):
-        listen = f"{host}:{int(port) + number if int(port) else 0}"
-        address = f"{host}:{await member.server.start(listen)}"
-        where = f"joins {options.join}, control on {address}" if options.join else f"on {address}"
-        sys.stdout.write(f"fleet-node: {member.node.settings.identity} {where}\n")
-        sys.stdout.flush()
+    members = await _started(options, trace_run)
     work = asyncio.create_task(_work(members, options), name="work")
     stop = asyncio.create_task(asked.wait(), name="signals")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)

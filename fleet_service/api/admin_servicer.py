@@ -8,6 +8,7 @@ from fleet_service.addresses import is_name, node_entry
 from fleet_service.api import convert_admin as convert
 from fleet_service.api import convert_sessions, convert_watch, validate
 from fleet_service.api.facade import Call, OperatorsHead
+from fleet_service.runtime.fairness import in_turns
 from fleet_service.runtime.views import DrainState
 
 
@@ -19,8 +20,9 @@ class AdminServicer(admin_grpc.AdminServiceServicer):
         self._limits = limits
 
     async def ListNodes(self, request: admin.ListNodesRequest, context: object) -> admin.ListNodesResponse:
+        nodes = await self._head.all_nodes()
         return admin.ListNodesResponse(
-            nodes=[convert.node_message(node) for node in self._head.list_nodes()],
+            nodes=[convert.node_message(node) async for node in in_turns(nodes)],
             books_balance=self._head.books_balance,
             names=[convert.name_message(name) for name in self._head.list_names()],
         )
@@ -87,7 +89,8 @@ class AdminServicer(admin_grpc.AdminServiceServicer):
         watcher = self._head.watch_fleet(with_turns=not request.without_events)
         try:
             while (change := await watcher.read()) is not None:
-                await context.write(convert_watch.change_message(change))
+                nodes = [convert.node_message(node) async for node in in_turns(change.nodes)]
+                await context.write(convert_watch.change_message(change, nodes))
         finally:
             watcher.close()
 
@@ -97,7 +100,8 @@ class AdminServicer(admin_grpc.AdminServiceServicer):
         validate.check_explain_placement(request, self._limits)
         spec = convert_sessions.session_spec(request.spec) if request.HasField("spec") else None
         explanation = self._head.explain_placement(request.session_id, spec, request.prompt_tokens)
-        return convert.explanation_message(explanation)
+        verdicts = [convert.verdict_message(verdict) async for verdict in in_turns(explanation.verdicts)]
+        return convert.explanation_message(explanation, verdicts)
 
 
 def _who(request: admin.CordonNodeRequest | admin.DrainNodeRequest, call: Call) -> str:

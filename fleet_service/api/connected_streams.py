@@ -16,8 +16,10 @@ from fleet_service.api import convert_sessions as convert
 from fleet_service.api.facade import Follower, StreamStart
 from fleet_service.domain.events import Accepted, Event, Finished, Tokens
 
-_BYTES_OF_A_TOKEN: Final = 4
-"""At most five on the wire; enough to weigh replies against tokens."""
+_REPLY_BYTES_PER_MESSAGE: Final = 256 * 1024
+"""Of replies in line; the last one may be larger."""
+_STREAMS_IN_ONE_STEP: Final = 512
+"""In one message, so that others have their turn between."""
 
 
 class _Columns:
@@ -49,15 +51,13 @@ class _Columns:
 class ConnectedStream:
     """One reader of a generation among those of a connection. `credit_tokens` None = any number."""
 
-    __slots__ = ("_credit_tokens", "_follower", "_held", "_out", "call_id")
+    __slots__ = ("_credit_tokens", "_follower", "_out", "call_id")
 
     def __init__(self, call_id: int, credit_tokens: int | None, out: Outbound) -> None:
         self.call_id = call_id
         self._credit_tokens = credit_tokens
         self._out = out
         self._follower: Follower | None = None
-        self._held: list[Event] = []
-        """Taken, and to be sent in the next message."""
 
     def follow(self, start: StreamStart) -> None:
         """Raises FleetError, as Generation.follow does."""
@@ -68,6 +68,11 @@ class ConnectedStream:
         if self._credit_tokens is not None:
             self._credit_tokens += tokens
             self._news()
+
+    def grant_all(self) -> None:
+        """It may send all it has."""
+        self._credit_tokens = None
+        self._news()
 
     def close(self) -> None:
         """Nobody reads it any more."""
@@ -80,48 +85,35 @@ class ConnectedStream:
     def write(self, response: fleet.ConnectResponse, columns: _Columns, room_tokens: int) -> int:
         """Put what is new into a message, at most so many tokens of it; how many it were.
 
-        Tokens come once in a message, so what follows an event behind them waits for the next one. Raises
+        Tokens come once in a message: what lies behind an event that follows them is for the next one. Raises
         FleetError when there is no more and the generation has not ended.
         """
-        events, self._held = self._held, []
-        if events:
-            self._news()  # there may be more behind them
-        else:
-            events = self._take(room_tokens)
+        follower, credit = self._follower, self._credit_tokens
+        if follower is None:
+            return 0
         tokens = 0
-        for position, event in enumerate(events):
-            if isinstance(event, Finished):
+        for event in follower.take_some(room_tokens if credit is None else min(room_tokens, credit)):
+            if isinstance(event, Tokens):
+                columns.add(self.call_id, event)
+                tokens = len(event.token_ids)
+            elif isinstance(event, Finished):
                 convert.write_finished(response.replies.add(call_id=self.call_id).finished, event)
                 self._out.over(self, None)
                 self.close()
-            elif tokens:
-                self._held = events[position:]
-                self._news()
                 return tokens
-            elif isinstance(event, Tokens):
-                columns.add(self.call_id, event)
-                tokens = len(event.token_ids)
             else:
-                self._write_event(response, event)
+                self._write_event(response, event, follower)
+        if credit is not None:
+            self._credit_tokens = credit = credit - tokens
+        if follower.has_some(1 if credit is None else credit):
+            self._news()
         return tokens
 
-    def _take(self, room_tokens: int) -> list[Event]:
-        follower, credit = self._follower, self._credit_tokens
-        if follower is None:
-            return []
-        events = follower.take(room_tokens if credit is None else min(room_tokens, credit))
-        taken = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
-        if credit is not None:
-            self._credit_tokens = credit - taken
-        if taken == room_tokens:
-            self._news()  # there may be more
-        return events
-
-    def _write_event(self, response: fleet.ConnectResponse, event: Event) -> None:
+    def _write_event(self, response: fleet.ConnectResponse, event: Event, follower: Follower) -> None:
         message = response.events.add(call_id=self.call_id).event
         convert.write_event(message, event)
-        if isinstance(event, Accepted) and self._follower is not None:
-            message.branch = self._follower.branch
+        if isinstance(event, Accepted):
+            message.branch = follower.branch
 
 
 class Outbound:
@@ -139,6 +131,7 @@ class Outbound:
         self._limits: fleet.ConnectLimits | None = limits
         self._ready: dict[ConnectedStream, None] = {}
         self._replies: deque[tuple[fleet.ConnectReply, int]] = deque()
+        self._reply_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._ends_when_idle = False
         self._finishing = False
@@ -147,6 +140,10 @@ class Outbound:
     @property
     def replies_waiting(self) -> int:
         return len(self._replies)
+
+    @property
+    def reply_bytes_waiting(self) -> int:
+        return self._reply_bytes
 
     def mark(self, stream: ConnectedStream) -> None:
         """It has something new."""
@@ -161,7 +158,9 @@ class Outbound:
     def reply(self, call_id: int, kind: str, message: Any) -> None:
         """The last of a call; `kind` names the reply's field."""
         reply = fleet.ConnectReply(call_id=call_id, **{kind: message})
-        self._replies.append((reply, reply.ByteSize() // _BYTES_OF_A_TOKEN))
+        size_bytes = reply.ByteSize()
+        self._replies.append((reply, size_bytes))
+        self._reply_bytes += size_bytes
         self._wake()
 
     def finish_when_idle(self) -> None:
@@ -209,26 +208,35 @@ class Outbound:
             waiter.set_result(None)
 
     def _gather(self) -> fleet.ConnectResponse | None:
-        """One message; None when what is marked has no news. Who finds no room is first in the next."""
+        """One message; None when what is marked has no news. Who finds no room is first in the next.
+
+        Replies and streams each have a share, so that neither keeps the other waiting.
+        """
         response, columns = fleet.ConnectResponse(), _Columns()
+        self._gather_replies(response)
         room_tokens = convert.MAX_TOKENS_PER_MESSAGE
         ready, self._ready = self._ready, {}
-        no_room: dict[ConnectedStream, None] = {}
-        for stream in ready:
-            if room_tokens <= 0:
-                no_room[stream] = None
+        left_out: dict[ConnectedStream, None] = {}
+        for number, stream in enumerate(ready):
+            if room_tokens <= 0 or number >= _STREAMS_IN_ONE_STEP:
+                left_out[stream] = None
                 continue
             try:
                 room_tokens -= stream.write(response, columns, room_tokens)
             except Exception as error:  # noqa: BLE001 - it costs this stream, and no other
                 stream.close()
                 self.over(stream, error)
-        if no_room:
-            self._ready = no_room | self._ready
-        while self._replies and room_tokens > 0:
-            reply, weight_tokens = self._replies.popleft()
-            response.replies.append(reply)
-            room_tokens -= weight_tokens
+        if left_out:
+            self._ready = left_out | self._ready
         columns.write_to(response)
         written = columns.call_ids or response.events or response.replies
         return response if written else None
+
+    def _gather_replies(self, response: fleet.ConnectResponse) -> None:
+        """Those in line, up to a share, but one at least. A stream's error comes behind its last tokens."""
+        room_bytes = _REPLY_BYTES_PER_MESSAGE
+        while self._replies and room_bytes > 0:
+            reply, size_bytes = self._replies.popleft()
+            self._reply_bytes -= size_bytes
+            response.replies.append(reply)
+            room_bytes -= size_bytes

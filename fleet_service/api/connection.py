@@ -41,6 +41,8 @@ _PARTS_IN_ONE_STEP: Final = 512
 """Closes and credits, which cost little."""
 _MAX_WAITING: Final = 1024
 """Calls under way that are no streams, and replies not sent yet, with which reading goes on."""
+_MAX_REPLY_BYTES: Final = 16 * 1024 * 1024
+"""Of replies not sent yet, with which reading goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class Connection:
         )
         self._out = Outbound(limits, self._stream_over, lambda: not self._calls)
         self._room = asyncio.Event()
+        self._large_replies = asyncio.Lock()
         self._stopping = False
 
     @property
@@ -169,24 +172,41 @@ class Connection:
         try:
             while (read := await self._call.read()) is not None:
                 request, refusal = read
-                await _in_turns(request.closed_call_ids, self._close)
+                await self._begin_all(request.calls, refusal)
                 await _in_turns(request.credits, self._grant)
-                await self._begin_all(request, refusal)
+                await _in_turns(request.closed_call_ids, self._close)
+                del read, request  # it may be large, and the next one far away
             while self._tasks:
                 await asyncio.wait(set(self._tasks))
+            for call in self._calls.values():
+                if call.stream is not None:
+                    call.stream.grant_all()  # no more credit can come
             self._out.finish_when_idle()
         except BaseException:
+            self._let_go()  # now: the writer may be held up by a caller that does not read
             self._out.abort()  # the writer's task tells why
             raise
 
-    async def _begin_all(self, request: fleet.ConnectRequest, refusal: FleetError | None) -> None:
-        for number, message in enumerate(request.calls):
+    async def _begin_all(self, calls: Sequence[fleet.ConnectCall], refusal: FleetError | None) -> None:
+        limit = self._parts.max_open_calls
+        if len(calls) > limit:
+            raise invalid("calls", f"are {len(calls)} in one message; at most {limit} may be open")
+        for number, message in enumerate(calls):
             if number and number % _CALLS_IN_ONE_STEP == 0:
                 await asyncio.sleep(0)
-            while len(self._tasks) + self._out.replies_waiting >= _MAX_WAITING:
-                self._room.clear()
-                await self._room.wait()
+            while not self._may_read_on():
+                await self._more_room()
             self._begin(message, refusal)
+
+    def _may_read_on(self) -> bool:
+        out = self._out
+        few = len(self._tasks) + out.replies_waiting < _MAX_WAITING
+        return few and out.reply_bytes_waiting < _MAX_REPLY_BYTES
+
+    async def _more_room(self) -> None:
+        """Until a reply has gone out, or a call that is no stream is over."""
+        self._room.clear()
+        await self._room.wait()
 
     def _close(self, call_id: int) -> None:
         """A stream that is read no more; its caller knows nothing of it any longer."""
@@ -215,7 +235,11 @@ class Connection:
             raise invalid("calls.call_id", f"{call_id} is the id of a call that is not over")
         kind = message.WhichOneof("call")
         if kind is None:
-            wire = self._translated(invalid("calls.call", "is required"), call_id, "Connect")
+            wire = self._translated(
+                invalid("calls.call", "is missing, or of a kind that this head does not know"),
+                call_id,
+                "Connect",
+            )
             self._out.reply(call_id, "error", call_error(wire))
             return
         method = self._methods[kind]
@@ -261,18 +285,29 @@ class Connection:
         if before is not None:
             await asyncio.wait({before})
         try:
-            if call.over:
+            if kind == "get_session" and request.include_token_ids:
+                await self._reply_large(call, request, kind)
                 return
             answer = await call.method.serve(request, call)
             if isinstance(answer, StreamStart):
                 self._started(call, answer)
             elif not call.over:
                 self._reply(call, kind, answer)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the last layer: it costs this call, and no other
+        except (Exception, asyncio.CancelledError) as error:  # it costs this call, and no other
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             if not call.over:
                 self._refuse(call, error)
+
+    async def _reply_large(self, call: _ConnectedCall, request: Any, kind: str) -> None:
+        """One at a time, once there is room: it may have megabytes, and perhaps nobody reads."""
+        async with self._large_replies:
+            while self._out.reply_bytes_waiting >= _MAX_REPLY_BYTES:
+                await self._more_room()
+            answer = await call.method.serve(request, call)
+            if not call.over:
+                self._reply(call, kind, answer)
 
     def _started(self, call: _ConnectedCall, start: StreamStart) -> None:
         """Follow the generation from now on. Raises FleetError; whoever begins it may have gone meanwhile."""
@@ -292,7 +327,7 @@ class Connection:
         call.ended("OK")
         self._parts.log.debug("call answered", method=call.method.name, caller=self.caller.name)
 
-    def _refuse(self, call: _ConnectedCall, error: Exception) -> None:
+    def _refuse(self, call: _ConnectedCall, error: BaseException) -> None:
         if self._calls.get(call.call_id) is call:
             del self._calls[call.call_id]
         wire = self._translated(error, call.call_id, call.method.name)
@@ -311,7 +346,7 @@ class Connection:
         call.ended("OK")
         self._parts.log.debug("call answered", method=call.method.name, caller=self.caller.name)
 
-    def _translated(self, error: Exception, call_id: int, method: str) -> WireError:
+    def _translated(self, error: BaseException, call_id: int, method: str) -> WireError:
         request_id = f"{self._call.request_id}/{call_id}"
         wire = self._parts.translator.translate(error, request_id)
         log = self._parts.log.bind(

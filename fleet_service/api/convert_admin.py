@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fleet.v1 import admin_service_pb2 as admin
 from fleet.v1 import types_pb2 as types
@@ -162,12 +162,14 @@ def verdict_message(verdict: Verdict) -> admin.NodeVerdict:
     )
 
 
-def explanation_message(explanation: Explanation) -> admin.ExplainPlacementResponse:
+def explanation_message(
+    explanation: Explanation, verdicts: Sequence[admin.NodeVerdict]
+) -> admin.ExplainPlacementResponse:
     refusal = explanation.refusal
     return admin.ExplainPlacementResponse(
         policy=explanation.policy,
         chosen=explanation.chosen,
         refusal_reason="" if refusal is None else refusal.reason.value,
         refusal_message="" if refusal is None else refusal.message,
-        verdicts=[verdict_message(verdict) for verdict in explanation.verdicts],
+        verdicts=verdicts,
     )

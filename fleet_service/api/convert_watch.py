@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fleet.v1 import admin_service_pb2 as admin
 from fleet_service.api import convert_sessions
-from fleet_service.api.convert_admin import drain_message, node_message
+from fleet_service.api.convert_admin import drain_message
 from fleet_service.api.convert_shared import timestamp
 from fleet_service.domain.events import Moved
 from fleet_service.domain.session_table import SessionState
@@ -24,10 +24,10 @@ def drain_response(node: str, drain: DrainInfo) -> admin.DrainNodeResponse:
     return admin.DrainNodeResponse(node=node, drain=drain_message(drain))
 
 
-def change_message(change: FleetChange) -> admin.WatchFleetResponse:
+def change_message(change: FleetChange, nodes: Sequence[admin.Node]) -> admin.WatchFleetResponse:
     return admin.WatchFleetResponse(
         snapshot=change.snapshot,
-        nodes=[node_message(node) for node in change.nodes],
+        nodes=nodes,
         removed_nodes=change.removed,
         summary=None if change.summary is None else summary_message(change.summary),
         events=[turn_message(turn) for turn in change.turns],

@@ -233,7 +233,7 @@ class ErrorTranslator:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def translate(self, error: Exception, request_id: str) -> WireError:
+    def translate(self, error: BaseException, request_id: str) -> WireError:
         """Describe `error` in a status of at most MAX_STATUS_BYTES. `request_id` names the call it ended."""
         known = error if isinstance(error, FleetError) and is_foreseen(error) else _opaque(request_id)
         rule = rule_of(known)

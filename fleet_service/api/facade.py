@@ -83,8 +83,14 @@ class Follower(Protocol):
     def branch(self) -> int:
         """That of the generation's log."""
 
-    def take(self, most_tokens: int | None = None) -> list[Event]:
-        """All events that are new, up to so many tokens. Raises HEAD_DRAINING, of a head that ends."""
+    def take_some(self, most_tokens: int) -> list[Event]:
+        """Events that are new, tokens only at their end but for Finished, and at most so many.
+
+        Raises HEAD_DRAINING, of a head that ends.
+        """
+
+    def has_some(self, most_tokens: int) -> bool:
+        """Whether `take_some` gives or raises anything now."""
 
     def close(self) -> None:
         """The reader has gone. May be called again."""
@@ -206,7 +212,7 @@ class OperatorsHead(Protocol):
     @property
     def books_balance(self) -> bool: ...
 
-    def list_nodes(self) -> list[NodeInfo]: ...
+    async def all_nodes(self) -> list[NodeInfo]: ...
 
     def list_names(self) -> list[NameInfo]: ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from fleet.v1 import fleet_service_pb2 as fleet
@@ -18,9 +19,12 @@ from fleet_service.api import validate
 from fleet_service.api.connection import Connection, ConnectParts, Method
 from fleet_service.api.facade import Call, CallersHead, DuplexCall, Generation, StreamStart
 from fleet_service.domain.events import Event, Finished, Moved, Tokens
+from fleet_service.runtime.fairness import in_turns
+from fleet_service.runtime.views import SessionView
 
 _DEFAULT_PAGE_SIZE = 100
 _COPIED_AT_ONCE = 32_768
+_LISTED_AT_ONCE = 100
 
 ResponseT = TypeVar(
     "ResponseT", fleet.GenerateResponse, fleet.CompleteResponse, fleet.AttachGenerationResponse
@@ -80,18 +84,26 @@ class FleetServicer(fleet_grpc.FleetServiceServicer):
         self, request: fleet.ListSessionsRequest, context: Call
     ) -> fleet.ListSessionsResponse:
         validate.check_list_sessions(request)
-        views, next_page_token = await self._head.told(
-            lambda: self._head.list_sessions(
-                request.page_size or _DEFAULT_PAGE_SIZE,
-                request.page_token,
-                convert.session_state(request.state),
-                request.node,
-                context.caller.name,
+        views: list[SessionView] = []
+        left, token = request.page_size or _DEFAULT_PAGE_SIZE, request.page_token
+        while True:
+            asked = min(left, _LISTED_AT_ONCE)
+            found, token = await self._head.told(
+                partial(self._sessions_after, request, token, asked, context)
             )
-        )
-        return fleet.ListSessionsResponse(
-            sessions=[convert.session_message(view) for view in views], next_page_token=next_page_token
-        )
+            views += found
+            left -= len(found)
+            if not token or not left or len(found) < asked:
+                break
+            await asyncio.sleep(0)
+        sessions = [convert.session_message(view) async for view in in_turns(views)]
+        return fleet.ListSessionsResponse(sessions=sessions, next_page_token=token)
+
+    def _sessions_after(
+        self, request: fleet.ListSessionsRequest, token: str, count: int, context: Call
+    ) -> tuple[list[SessionView], str]:
+        state = convert.session_state(request.state)
+        return self._head.list_sessions(count, token, state, request.node, context.caller.name)
 
     async def AppendTokens(  # type: ignore[override]
         self, request: fleet.AppendTokensRequest, context: Call

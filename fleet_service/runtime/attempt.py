@@ -127,6 +127,7 @@ class Attempt:
             self._over = True
             self._reservation.on_lost = None
             self._stall.stop()
+            del self._stall  # what it calls holds the attempt: without a cycle both go at once
             if self._handle is not None and not self.generation.left:
                 self._handle.close()  # which cancels it at the node
             # A cancel of this task cancels the future it waits for as well.

@@ -96,6 +96,7 @@ class Driver:
                 self._place.release()
             if self._kept is not None:
                 self._kept.release()
+            self._last = None  # it holds the driver: without a cycle both go at once
 
     async def _first_place_again(self) -> None:
         """On the node that had it, if it comes back soon and still holds the session; else anywhere."""

@@ -41,7 +41,7 @@ def read_gauges(
     draining: bool,
     store_failing: bool,
 ) -> HeadGauges:
-    """`nodes` is the picture of the nodes, taken in the same step."""
+    """`nodes` is the picture of the nodes, taken just before."""
     usable = [node for node in fleet.nodes if node.usable]
     return HeadGauges(
         nodes=nodes,

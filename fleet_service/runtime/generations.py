@@ -31,6 +31,9 @@ from fleet_service.runtime.settings import HeadSettings
 from fleet_service.runtime.tokenlog import comes_back
 from fleet_service.runtime.views import CancelOutcome, CancelResult
 
+FORGOTTEN_AT_ONCE = 100
+"""Of what is over, when there must be room for more."""
+
 
 class Generations:
     """All generations of the head, running and lately finished."""
@@ -247,16 +250,20 @@ class Generations:
         else:
             task.add_done_callback(lambda _task: then())
 
-    def forget_old(self, now_s: float) -> None:
-        """Drop what was finished long enough ago, and cancels nobody came for; O(what is dropped)."""
-        while self._finished and self._finished[0][0] <= now_s:
+    def forget_old(self, now_s: float, most: int) -> int:
+        """Drop what was finished long enough ago, and cancels nobody came for; how many, at most `most`."""
+        dropped = 0
+        while self._finished and self._finished[0][0] <= now_s and dropped < most:
             self._forget_oldest()
-        while self._held_cancels:
+            dropped += 1
+        while self._held_cancels and dropped < most:
             held, until_s = next(iter(self._held_cancels.items()))
             if until_s > now_s:
-                return
+                break
             del self._held_cancels[held]
             self._journal.put(CancelHeld(*held, 0.0))
+            dropped += 1
+        return dropped
 
     # Finding and cancelling
 
@@ -302,7 +309,7 @@ class Generations:
             generation.cancel()
 
     def _hold_cancel(self, held: tuple[str, str]) -> CancelResult:
-        self.forget_old(self._loop.time())
+        self.forget_old(self._loop.time(), FORGOTTEN_AT_ONCE)
         if len(self._held_cancels) >= self._settings.max_held_cancels:
             raise FleetError(
                 Reason.LIMIT_EXCEEDED,

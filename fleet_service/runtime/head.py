@@ -198,13 +198,14 @@ class Head:
         """At least one node can be used."""
         return self.journal.trouble is None and any(node.usable for node in self.fleet.nodes)
 
-    def gauges(self) -> HeadGauges:
-        """What it holds now, as numbers; O(nodes)."""
+    async def gauges(self) -> HeadGauges:
+        """What it holds now, as numbers; each node as it was when its turn came."""
+        nodes = await self.operators.all_nodes()
         return read_gauges(
             self.fleet,
             self.sessions,
             self.generations,
-            self.operators.list_nodes(),
+            nodes,
             draining=self._draining,
             store_failing=self.journal.trouble is not None,
         )

@@ -17,6 +17,7 @@ from fleet_service.domain.commands import HeldSession, Introduction, Refusal, Re
 from fleet_service.domain.epochs import term_of
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import Feature, ModelInfo, NodeHello, NodeState, Report
+from fleet_service.runtime.dials import Dials
 from fleet_service.runtime.node import Node
 from fleet_service.runtime.protocols import Dialer, LinkError, LinkLostError, NodeLink
 from fleet_service.runtime.settings import HeadSettings
@@ -74,6 +75,7 @@ class NodeKeeper:
         dialer: Dialer,
         settings: HeadSettings,
         rng: random.Random,
+        dials: Dials,
         introduce: Callable[[], Introduction],
         admit: Callable[[Node, NodeHello], Awaitable[None]],
         orphans: Callable[[Node, Sequence[HeldSession]], Sequence[HeldSession]],
@@ -82,6 +84,7 @@ class NodeKeeper:
         self._dialer = dialer
         self._settings = settings
         self._rng = rng
+        self._dials = dials
         self._introduce = introduce
         self._admit = admit
         self._orphans = orphans
@@ -98,6 +101,7 @@ class NodeKeeper:
             while True:
                 up_s = loop.time()
                 error = await lost
+                await self._dials.turnstile.through()
                 self._died_young = 0 if loop.time() - up_s > STABLE_S else self._died_young + 1
                 self._fell(error)
                 left = node.leaving
@@ -156,6 +160,7 @@ class NodeKeeper:
                 if error.refused:
                     raise
                 await asyncio.sleep(RELINK_PAUSE_S)
+                await self._dials.turnstile.through()
 
     async def _connect_for_ever(self) -> asyncio.Future[LinkError]:
         def remember(state: RetryCallState) -> None:
@@ -174,7 +179,11 @@ class NodeKeeper:
             retry=retry_if_exception_type(Exception),
             after=remember,
         )
-        return await retrying(self._connect)
+        self._dials.failing += 1
+        try:
+            return await retrying(self._connect_in_turn)
+        finally:
+            self._dials.failing -= 1
 
     def _jittered(self, state: RetryCallState) -> float:
         return self._pause_s(state.attempt_number)
@@ -183,8 +192,13 @@ class NodeKeeper:
         """Jittered, under a cap that doubles with each failure up to redial_max_s; 0 for none."""
         if failures <= 0:
             return 0.0
-        cap = min(self._settings.redial_max_s, self._settings.redial_min_s * 2 ** min(failures, 16))
+        longest_s = self._dials.longest_pause_s(self._settings.redial_max_s)
+        cap = min(longest_s, self._settings.redial_min_s * 2 ** min(failures, 16))
         return self._rng.uniform(self._settings.redial_min_s, cap)
+
+    async def _connect_in_turn(self) -> asyncio.Future[LinkError]:
+        await self._dials.turnstile.through()
+        return await self._connect()
 
     async def _connect(self) -> asyncio.Future[LinkError]:
         """A connection that the head has accepted; resolves when it is lost."""

@@ -13,6 +13,9 @@ from fleet_service.runtime.views import RequestKey
 
 T = TypeVar("T")
 
+EXPIRED_AT_ONCE = 100
+"""Answers that a request finds expired, and forgets; the tender comes for the others."""
+
 
 async def _nowhere(_key: RequestKey) -> None:
     return None
@@ -60,9 +63,12 @@ class RequestLedger:
         """
         if key is None:
             return await make()
-        self.expire()
+        self.expire(EXPIRED_AT_ONCE)
         name = (key.owner, key.request_id)
         entry = self._entries.get(name)
+        if entry is not None and entry.expires_s <= self._clock():
+            del self._entries[name]
+            entry = None
         if entry is None:
             work = self._again_or_new(key, make) if self._clock() < self._ask_until_s else make()
             entry = _Entry(
@@ -85,14 +91,16 @@ class RequestLedger:
         _check_same(fingerprint, key)
         return cast("T", answer)
 
-    def expire(self) -> None:
-        """Forget what is old enough; O(what is forgotten)."""
-        now_s = self._clock()
-        while self._entries:
+    def expire(self, most: int) -> int:
+        """Forget what is old enough; how many, at most `most`."""
+        now_s, forgotten = self._clock(), 0
+        while self._entries and forgotten < most:
             oldest = next(iter(self._entries.values()))
             if oldest.expires_s > now_s:
-                return
+                break
             self._entries.popitem(last=False)
+            forgotten += 1
+        return forgotten
 
     def _answered(self, name: tuple[str, str], task: asyncio.Future[Any]) -> None:
         if task.cancelled() or task.exception() is not None:

@@ -13,6 +13,7 @@ from fleet_service.domain.errors import Reason
 from fleet_service.domain.failures import FailureClass
 from fleet_service.domain.node_types import NodeHello, NodeState
 from fleet_service.runtime.admission import Admission
+from fleet_service.runtime.dials import Dials
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.join_desk import JoinDesk, joined_address
 from fleet_service.runtime.keeper import NodeKeeper
@@ -50,6 +51,7 @@ class Nodes:
         self._clock = clock
         self._wall_clock = wall_clock
         self._orphans = orphans
+        self._dials = Dials()
         self._keepers: dict[Node, NodeKeeper] = {}
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
         self._stopping = False
@@ -62,6 +64,7 @@ class Nodes:
             self.desk,
             self._settings,
             self._rng,
+            self._dials,
             introduce=self.introduction,
             admit=self._admission.admit,
             orphans=self._orphans,

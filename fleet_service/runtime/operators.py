@@ -12,6 +12,7 @@ from fleet_service.domain.placement import Demand
 from fleet_service.domain.specs import SessionSpec
 from fleet_service.runtime.discovery import Discovery
 from fleet_service.runtime.drain import DrainProgress, Drains
+from fleet_service.runtime.fairness import in_turns
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.kept import Kept
 from fleet_service.runtime.node import Node
@@ -72,6 +73,11 @@ class Operators:
     def list_nodes(self) -> list[NodeInfo]:
         """By name."""
         return sorted(map(self._watch.info, self._fleet.nodes), key=lambda info: info.name)
+
+    async def all_nodes(self) -> list[NodeInfo]:
+        """By name; each as it is when its turn comes."""
+        nodes = sorted(self._fleet.nodes, key=lambda node: node.name)
+        return [self._watch.info(node) async for node in in_turns(nodes)]
 
     def list_names(self) -> list[NameInfo]:
         """In the order given."""

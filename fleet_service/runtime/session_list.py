@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from fleet_service.domain.errors import invalid
@@ -11,28 +11,44 @@ from fleet_service.domain.session_table import SessionState
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.views import SessionView
 
-SCAN_LIMIT = 10_000
+SCAN_LIMIT = 2_000
 """Sessions looked at for one page of a filtered list; a page may come back short, with a token."""
 
 
+_SHELF = 1_024
+
+
 class SessionList:
-    """The sessions by their numbers, in which they were made; a page costs what it looks at."""
+    """The sessions by their numbers, in which they were made; a page costs what it looks at.
+
+    They stand on shelves of so many numbers each, so that taking one out moves no others.
+    """
 
     def __init__(self) -> None:
-        self._by_number: dict[int, Session] = {}
-        self._numbers: list[int] = []
+        self._shelves: dict[int, dict[int, Session]] = {}
+        self._order: list[int] = []
 
     def add(self, session: Session) -> None:
         """Its number is above those of all that were added before."""
-        self._by_number[session.number] = session
-        self._numbers.append(session.number)
+        at = session.number // _SHELF
+        if at not in self._shelves:
+            self._shelves[at] = {}
+            self._order.append(at)
+        self._shelves[at][session.number] = session
 
     def remove(self, session: Session) -> None:
         """It is listed no more."""
-        del self._by_number[session.number]
-        # The numbers of removed sessions are dropped once they are the greater part.
-        if len(self._numbers) > 64 and len(self._numbers) > 2 * len(self._by_number):
-            self._numbers = [number for number in self._numbers if number in self._by_number]
+        at = session.number // _SHELF
+        del self._shelves[at][session.number]
+        if not self._shelves[at]:
+            del self._shelves[at]
+            self._order.pop(bisect_left(self._order, at))
+
+    def _after(self, number: int) -> Iterator[Session]:
+        for at in self._order[bisect_left(self._order, number // _SHELF) :]:
+            for each, session in self._shelves[at].items():
+                if each > number:
+                    yield session
 
     def page(
         self, page_size: int, page_token: str, state: SessionState | None, node: str, owner: str | None
@@ -41,18 +57,18 @@ class SessionList:
 
         Raises INVALID_FIELD for a token that is none.
         """
-        after = _number_of(page_token)
         views: list[SessionView] = []
-        start = bisect_right(self._numbers, after)
-        for scanned, number in enumerate(self._numbers[start : start + SCAN_LIMIT], start=1):
-            session = self._by_number.get(number)
-            if session is not None and owner in (None, session.owner):
-                view = session.view()
-                if (state is None or view.state is state) and (not node or view.node == node):
-                    views.append(view)
-            more = start + scanned < len(self._numbers)
-            if len(views) == page_size or (scanned == SCAN_LIMIT and more):
-                return views, str(number) if more else ""
+        last = 0
+        for scanned, session in enumerate(self._after(_number_of(page_token))):
+            if scanned == SCAN_LIMIT or len(views) == page_size:
+                return views, str(last)
+            last = session.number
+            if (
+                owner in (None, session.owner)
+                and state in (None, session.state)
+                and (not node or session.node_name == node)
+            ):
+                views.append(session.view())
         return views, ""
 
 

@@ -10,7 +10,7 @@ from fleet_service.runtime.node import Node
 from fleet_service.runtime.session import Session
 from fleet_service.runtime.settings import HeadSettings
 
-LEAVE_AT_ONCE = 1_000
+LEAVE_AT_ONCE = 100
 """Sessions looked at before others have their turn, when a node is drained."""
 
 
@@ -80,19 +80,23 @@ class SessionUse:
 
     # Housekeeping
 
-    def unbind_idle(self, now_s: float) -> int:
-        """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
-        return self._sweep(self._awake_by_use, now_s - self._settings.idle_unbind_s, self.rest)
+    def unbind_idle(self, now_s: float, most: int) -> int:
+        """Unbind what was not used for `idle_unbind_s`; how many were looked at, at most `most`."""
+        return self._sweep(self._awake_by_use, now_s - self._settings.idle_unbind_s, self.rest, most)
 
-    def expire(self, now_s: float, remove: Callable[[Session], object]) -> int:
-        """`remove` what was not used for `session_expiry_s`; O(what is removed)."""
-        return self._sweep(self._by_use, now_s - self._settings.session_expiry_s, remove)
+    def expire(self, now_s: float, remove: Callable[[Session], object], most: int) -> int:
+        """`remove` what was not used for `session_expiry_s`; how many were looked at, at most `most`."""
+        return self._sweep(self._by_use, now_s - self._settings.session_expiry_s, remove, most)
 
     def _sweep(
-        self, by_use: OrderedDict[str, Session], before_s: float, act: Callable[[Session], object]
+        self,
+        by_use: OrderedDict[str, Session],
+        before_s: float,
+        act: Callable[[Session], object],
+        most: int,
     ) -> int:
         done = 0
-        while by_use:
+        while by_use and done < most:
             session = next(iter(by_use.values()))
             if session.last_used_s > before_s:
                 break
@@ -101,7 +105,7 @@ class SessionUse:
             else:
                 by_use.pop(session.session_id)
                 act(session)
-                done += 1
+            done += 1
         return done
 
     async def leave_drained(self, node: Node) -> None:

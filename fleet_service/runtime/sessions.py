@@ -340,13 +340,13 @@ class Sessions:
 
     # Housekeeping
 
-    def unbind_idle(self, now_s: float) -> int:
-        """Unbind what was not used for `idle_unbind_s`; O(what is unbound)."""
-        return self._use.unbind_idle(now_s)
+    def unbind_idle(self, now_s: float, most: int) -> int:
+        """Unbind what was not used for `idle_unbind_s`; how many were looked at, at most `most`."""
+        return self._use.unbind_idle(now_s, most)
 
-    def expire(self, now_s: float) -> int:
-        """Remove what was not used for `session_expiry_s`; O(what is removed)."""
-        return self._use.expire(now_s, self.remove)
+    def expire(self, now_s: float, most: int) -> int:
+        """Remove what was not used for `session_expiry_s`; how many were looked at, at most `most`."""
+        return self._use.expire(now_s, self.remove, most)
 
     async def leave_drained(self, node: Node) -> None:
         """Unbind the idle sessions of a node that is being drained; others have their turn in between."""

@@ -165,22 +165,48 @@ class Cursor:
         """The terminal event was taken."""
         return self._done
 
-    def take(self, most_tokens: int | None = None) -> list[Event]:
-        """All events that are new, in order, up to so many tokens; empty when there are none."""
+    def take(self) -> list[Event]:
+        """All events that are new, in order; empty when there are none."""
         log, events = self._log, list[Event]()
         if not self._opened:
             self._open(events)
-        stop = log.visible
-        if most_tokens is not None and stop - self._index > most_tokens:
-            stop = self._index + most_tokens
         if self._mark < log.marks_visible:
-            self._up_to_marks(stop, events)
+            self._up_to_marks(log.visible, events)
+        if self._index < log.visible:
+            self._tokens_up_to(log.visible, events)
+        self._end(events)
+        return events
+
+    def take_some(self, most_tokens: int) -> list[Event]:
+        """As `take`, up to so many tokens; what lies behind a mark that has tokens before it is left."""
+        log, events = self._log, list[Event]()
+        if not self._opened:
+            self._open(events)
+        stop = min(log.visible, self._index + most_tokens)
+        if self._mark < log.marks_visible:
+            self._up_to_marks(self._index, events)
+            if self._mark < log.marks_visible:
+                stop = min(stop, log.marks[self._mark][0])
         if self._index < stop:
             self._tokens_up_to(stop, events)
+        if self._mark == log.marks_visible:
+            self._end(events)
+        return events
+
+    def has_some(self, most_tokens: int) -> bool:
+        """Whether `take_some` gives anything."""
+        log = self._log
+        if not self._opened or (self._mark < log.marks_visible and log.marks[self._mark][0] <= self._index):
+            return True
+        if self._index < log.visible:
+            return most_tokens > 0
+        return log.ended is not None and not self._done and self._index >= log.received
+
+    def _end(self, events: list[Event]) -> None:
+        log = self._log
         if log.ended is not None and not self._done and self._index >= log.received:
             events.append(log.ended)
             self._done = True
-        return events
 
     def _up_to_marks(self, stop: int, events: list[Event]) -> None:
         """The marks up to index `stop` that may be seen, and the tokens before each."""
@@ -204,6 +230,10 @@ class Cursor:
         if position > self._index:
             events.append(Tokens(self._index, self._log.slice(self._index, position)))
             self._index = position
+
+
+def _nothing() -> None:
+    """For a reader that has gone."""
 
 
 class Follower:
@@ -236,17 +266,19 @@ class Follower:
         """The terminal event was taken, or the reader has gone: there is no more."""
         return self._closed or self._cursor.done
 
-    def take(self, most_tokens: int | None = None) -> list[Event]:
-        """Everything new, up to so many tokens; empty when there is nothing.
+    def take_some(self, most_tokens: int) -> list[Event]:
+        """What is new, up to so many tokens, and up to a mark that has tokens before it.
 
-        Raises FleetError HEAD_DRAINING after leave(), once all there is was taken.
+        Raises FleetError HEAD_DRAINING after leave(), once it may have no more.
         """
-        events = self._cursor.take(most_tokens)
-        if self._left and not self.done and self._cursor.index >= self._log.visible:
-            if not events:
-                raise comes_back(self._cursor.index)
-            self._on_news()
+        events = self._cursor.take_some(most_tokens)
+        if self._left and not events and not self.done:
+            raise comes_back(self._cursor.index)
         return events
+
+    def has_some(self, most_tokens: int) -> bool:
+        """Whether `take_some` gives or raises anything now."""
+        return not self.done and (self._left or self._cursor.has_some(most_tokens))
 
     def leave(self) -> None:
         """The head ends: once this one has what there is, it is told where to come back to."""
@@ -259,6 +291,7 @@ class Follower:
             return
         self._closed = True
         self._log.unsubscribe(self._on_news)
+        self._on_news = _nothing  # it may know this reader: a cycle would have to be looked for
         self._on_close(self)
 
 
@@ -279,9 +312,11 @@ class Reader(Follower):
         while True:
             if self.done:
                 raise RuntimeError("this reader has ended")
-            events = self.take()
+            events = self._cursor.take()
             if events:
                 return events
+            if self._left:
+                raise comes_back(self._cursor.index)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Moved
+from fleet_service.runtime.fairness import in_turns
 from fleet_service.runtime.fleet import Fleet
 from fleet_service.runtime.generation import Generation
 from fleet_service.runtime.node import Node
@@ -33,15 +34,17 @@ class _NodesSeen:
         self.infos: dict[str, tuple[int, NodeInfo]] = {}
         self.look = 0
 
-    def again(self) -> None:
-        """Look at all nodes; O(nodes), and a picture only of those that changed."""
+    async def again(self) -> None:
+        """Look at all nodes, others having their turn in between; a picture only of those that changed."""
         self.look += 1
-        nodes = self._fleet.nodes
-        for node in nodes:
+        async for node in in_turns(self._fleet.nodes):
+            if node.removed:
+                continue
             mark = _mark(node)
             if self._marks.get(node.name) != mark:
                 self._marks[node.name] = mark
                 self.infos[node.name] = (self.look, self._info(node))
+        nodes = self._fleet.nodes
         if len(self.infos) > len(nodes):
             names = {node.name for node in nodes}
             for name in [name for name in self.infos if name not in names]:
@@ -95,6 +98,7 @@ class FleetWatch:
         self.info = info
         self._nodes = _NodesSeen(fleet, info)
         self._looked_s: float | None = None
+        self._looking = asyncio.Lock()
         self._watchers: set[Watcher] = set()
         self._places = 0
         self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -142,12 +146,13 @@ class FleetWatch:
             self._nodes.forget()
             self._looked_s = None
 
-    def look(self) -> tuple[_NodesSeen, FleetSummary]:
+    async def look(self) -> tuple[_NodesSeen, FleetSummary]:
         """The nodes as of this period."""
-        now_s = self._clock()
-        if self._looked_s is None or now_s - self._looked_s >= PERIOD_S / 2:
-            self._looked_s = now_s
-            self._nodes.again()
+        async with self._looking:  # one look for all watchers
+            now_s = self._clock()
+            if self._looked_s is None or now_s - self._looked_s >= PERIOD_S / 2:
+                self._looked_s = now_s
+                await self._nodes.again()
         return self._nodes, self._summary()
 
     def now_s(self) -> float:
@@ -197,7 +202,7 @@ class Watcher:
             if self._look is not None and wait_s > 0:
                 await asyncio.wait({stopping}, timeout=wait_s)
             self._due_s = self._watch.now_s() + PERIOD_S
-            change = self._gather()
+            change = await self._gather()
             if change is not None or stopping.done():
                 return change
 
@@ -206,8 +211,8 @@ class Watcher:
         self._leave()
         self._watch.gone(self)
 
-    def _gather(self) -> FleetChange | None:
-        seen, summary = self._watch.look()
+    async def _gather(self) -> FleetChange | None:
+        seen, summary = await self._watch.look()
         first, last = self._look is None, self._look or 0
         nodes = [info for look, info in seen.infos.values() if first or look > last]
         names = frozenset(seen.infos)

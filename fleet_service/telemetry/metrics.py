@@ -7,7 +7,7 @@ sets and the names of nodes, never ids of sessions, generations or callers. Noth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -50,7 +50,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._one_at_a_time = asyncio.Lock()
 
-    def watch(self, read: Callable[[], HeadGauges]) -> None:
+    def watch(self, read: Callable[[], Awaitable[HeadGauges]]) -> None:
         """`read` gives the head's gauges from now on, at every scrape."""
         self._gauges.read = read
 
@@ -64,12 +64,14 @@ class Metrics:
     async def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that the Accept header asks for.
 
-        All is read in one step, and written in pieces, between which the loop serves others.
+        Nodes are read and all is written in pieces, between which the loop serves others; the rest is of the
+        moment in which the last node was read.
         """
         encode, content_type = _encoder(accept)
         pieces: list[bytes] = []
         async with self._one_at_a_time:
-            for family in chain(list(self._registry.collect()), self._gauges.families()):
+            head = await self._gauges.head()
+            for family in chain(list(self._registry.collect()), self._gauges.families(head)):
                 for piece in _written(family, encode):
                     pieces.append(piece)
                     await asyncio.sleep(0)

@@ -6,7 +6,7 @@ Nothing is kept here, so a node that was removed is gone with the next scrape.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 
@@ -87,11 +87,14 @@ class HeadReader:
 
     def __init__(self, labels: HeadLabels) -> None:
         self._labels = labels
-        self.read: Callable[[], HeadGauges] | None = None
+        self.read: Callable[[], Awaitable[HeadGauges]] | None = None
 
-    def families(self) -> Iterator[Metric]:
-        """The head is read at once, the families are made of it as they are asked for."""
-        head = self.read() if self.read is not None else None
+    async def head(self) -> HeadGauges | None:
+        """The head as it is; None before there is one."""
+        return await self.read() if self.read is not None else None
+
+    def families(self, head: HeadGauges | None) -> Iterator[Metric]:
+        """Made of `head` as they are asked for."""
         return chain((self._info(),), _head(head) if head is not None else ())
 
     def _info(self) -> Metric:

@@ -170,7 +170,10 @@ class FakeFollower:
     def branch(self) -> int:
         return self._reader.branch
 
-    def take(self, most_tokens: int | None = None) -> list[Event]:
+    def has_some(self, most_tokens: int) -> bool:
+        return False  # it says so by itself
+
+    def take_some(self, most_tokens: int) -> list[Event]:
         asyncio.get_running_loop().call_soon(self._on_news)
         return self._reader.next_batch()
 
@@ -312,8 +315,8 @@ class FakeHead:
         self._take("list_models")
         return [ModelSummary(MODEL, 1, 2)]
 
-    def list_nodes(self) -> list[NodeInfo]:
-        self._take("list_nodes")
+    async def all_nodes(self) -> list[NodeInfo]:
+        self._take("all_nodes")
         return [NODE]
 
     def list_names(self) -> list[NameInfo]:

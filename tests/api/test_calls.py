@@ -302,7 +302,7 @@ FLEET_CALLS: list[Refusal] = [
     ("list_models", lambda e: e.fleet.ListModels(fleet.ListModelsRequest())),
 ]
 ADMIN_CALLS: list[Refusal] = [
-    ("list_nodes", lambda e: e.admin.ListNodes(admin.ListNodesRequest())),
+    ("all_nodes", lambda e: e.admin.ListNodes(admin.ListNodesRequest())),
     ("get_node", lambda e: e.admin.GetNode(admin.GetNodeRequest(node="n"))),
     ("probe_nodes", lambda e: e.admin.ProbeNodes(admin.ProbeNodesRequest(nodes=["n"]))),
     ("add_node", lambda e: e.admin.AddNode(admin.AddNodeRequest(address="h:1"))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from fleet.v1 import fleet_service_pb2 as pb
+from fleet_service.api import connection
 from fleet_service.domain.errors import FleetError, Reason
 from fleet_service.domain.events import Accepted, MoveCause, Moved, Started
 from fleet_service.runtime.tokenlog import Follower, TokenLog
@@ -286,15 +288,32 @@ async def test_more_calls_than_may_be_open_are_refused_until_some_have_ended(con
     assert (await connected.reply()).HasField("get_session")
 
 
-async def test_a_stream_that_is_closed_leaves_its_generation_and_frees_its_id(connected: Connected) -> None:
+async def test_a_stream_that_is_closed_leaves_its_generation_and_says_no_more(connected: Connected) -> None:
     generation = connected.generation()
     await connected.ask(1, complete=COMPLETE)
     await connected.read()
     await connected.send(closed_call_ids=[1, 77])
     await asyncio.wait_for(generation.gone.wait(), PATIENCE_S)
     generation.log.append([1])
-    await connected.ask(1, get_session=GET)
-    assert (await connected.reply()).HasField("get_session")
+    generation.log.finish(FINISHED)
+    await connected.ask(2, get_session=GET)
+    assert (await connected.reply()).call_id == 2
+
+
+async def test_a_close_and_credit_may_come_with_the_call_that_they_mean(connected: Connected) -> None:
+    closed = connected.generation()
+    await connected.send(calls=[pb.ConnectCall(call_id=1, complete=COMPLETE)], closed_call_ids=[1])
+    await asyncio.wait_for(closed.gone.wait(), PATIENCE_S)
+    log = connected.generation().log
+    log.append(range(10))
+    await connected.send(
+        calls=[pb.ConnectCall(call_id=2, complete=COMPLETE, credit_tokens=1)],
+        credits=[pb.ConnectCredit(call_id=2, tokens=5)],
+    )
+    got: list[int] = []
+    while len(got) < 6:
+        got += tokens_of(await connected.read()).get(2, (0, []))[1]
+    assert got == list(range(6))
 
 
 async def test_a_caller_that_leaves_leaves_all_it_reads(connected: Connected) -> None:
@@ -308,13 +327,17 @@ async def test_a_caller_that_leaves_leaves_all_it_reads(connected: Connected) ->
         await asyncio.gather(*(generation.gone.wait() for generation in generations))
 
 
-async def test_a_caller_that_asks_no_more_gets_the_rest_and_the_end(connected: Connected) -> None:
+async def test_a_caller_that_asks_no_more_gets_the_rest_beyond_its_credit_and_the_end(
+    connected: Connected,
+) -> None:
     log = connected.generation().log
-    await connected.ask(1, complete=COMPLETE)
-    await connected.read()
+    log.append([5, 6])
+    await connected.ask(1, complete=COMPLETE, credit_tokens=1)
+    assert tokens_of(await connected.read()) == {1: (0, [5])}
     await connected.call.done_writing()
+    assert tokens_of(await connected.read()) == {1: (1, [6])}
     log.append([7])
-    assert tokens_of(await connected.read()) == {1: (0, [7])}
+    assert tokens_of(await connected.read()) == {1: (2, [7])}
     log.finish(FINISHED)
     assert (await connected.reply()).HasField("finished")
     assert await connected.call.read() is grpc.aio.EOF
@@ -364,19 +387,67 @@ async def test_a_head_that_stops_sends_what_is_ready_and_says_that_it_stops(conn
     await asyncio.wait_for(stopping, PATIENCE_S)
 
 
+@pytest.mark.parametrize("credit,index", [(5, 2), (1, 1)])
 async def test_a_generation_that_the_next_head_goes_on_with_says_where_to_come_back(
-    connected: Connected,
+    connected: Connected, credit: int, index: int
 ) -> None:
     generation = connected.generation()
-    await connected.ask(1, complete=COMPLETE, credit_tokens=1)
-    await connected.read()
     generation.log.append([7, 8])
+    await connected.ask(1, complete=COMPLETE, credit_tokens=credit)
     await connected.read()
     generation.readers[0].leave()
-    await connected.send(credits=[pb.ConnectCredit(call_id=1, tokens=5)])
-    assert tokens_of(await connected.read()) == {1: (1, [8])}
     error = (await connected.reply()).error
-    assert (error.reason, "index 2" in error.message) == ("HEAD_DRAINING", True)
+    assert (error.reason, f"index {index}" in error.message) == ("HEAD_DRAINING", True)
+
+
+async def test_a_caller_that_does_not_read_costs_a_bounded_number_of_long_replies(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_MAX_REPLY_BYTES", 3_000_000)
+    head: Any = connected.edge.head
+    context, served = array("I", [2**31] * 700_000), 0  # 3.5 MB on the wire
+
+    async def context_of(*_: Any) -> Any:
+        nonlocal served
+        served += 1
+        return context
+
+    head.context_of = context_of
+    get = pb.GetSessionRequest(session_id="s1", include_token_ids=True)
+    small = pb.ConnectCall(call_id=99, get_session=GET)
+    await connected.send(calls=[*(pb.ConnectCall(call_id=n, get_session=get) for n in range(7)), small])
+    other: Any = connected.edge.fleet.Connect()
+    await other.read()
+    for n in range(20):  # others are served meanwhile
+        await other.write(pb.ConnectRequest(calls=[pb.ConnectCall(call_id=n, get_session=GET)]))
+        assert len((await other.read()).replies) == 1
+    other.cancel()
+    assert served < 7
+    replies: list[int] = []
+    while len(replies) < 8:
+        replies += [reply.call_id for reply in (await connected.read()).replies]
+    assert sorted(replies) == [*range(7), 99]
+
+
+async def test_a_broken_connection_lets_go_of_its_streams_though_its_caller_does_not_read(
+    connected: Connected,
+) -> None:
+    deaf = connected.generation()
+    deaf.log.append(range(8_000_000))
+    await connected.ask(1, complete=COMPLETE)
+    await connected.ask(1, complete=COMPLETE)
+    await asyncio.wait_for(deaf.gone.wait(), PATIENCE_S)
+
+
+async def test_a_message_with_more_calls_than_may_be_open_ends_the_connection(connected: Connected) -> None:
+    await connected.send(calls=[pb.ConnectCall(call_id=n) for n in range(MAX_OPEN_CALLS + 1)])
+    assert await connected.refused() == ("INVALID_ARGUMENT", "INVALID_FIELD")
+
+
+async def test_a_call_that_is_cancelled_from_below_is_answered_all_the_same(connected: Connected) -> None:
+    connected.edge.head.errors["get_session"] = asyncio.CancelledError()  # type: ignore[assignment]
+    await connected.ask(1, get_session=GET)
+    assert (await connected.reply()).error.reason == "INTERNAL"
 
 
 async def test_calls_of_a_message_that_is_too_large_are_refused_and_the_others_go_on(

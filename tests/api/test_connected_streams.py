@@ -62,7 +62,7 @@ class Caller:
         self.seen = [Seen(credit) for credit in credits_tokens]
 
     def take(self, response: pb.ConnectResponse) -> None:
-        assert len(response.tokens.token_ids) <= 2 * ROOM_TOKENS
+        assert len(response.tokens.token_ids) <= ROOM_TOKENS
         for event in response.events:
             stream = self.seen[event.call_id]
             if event.event.HasField("moved"):
@@ -167,3 +167,32 @@ def test_what_fails_in_one_stream_ends_that_one_alone() -> None:
     assert list(response.tokens.call_ids) == [1]
     assert ended.keys() == {0}
     assert isinstance(ended[0], KeyError)
+
+
+def test_replies_come_though_tokens_are_always_ready() -> None:
+    out = Outbound(pb.ConnectLimits(), lambda *_: None, lambda: False)
+    log = TokenLog(Accepted("g", "s"))
+    log.append(array("I", range(10 * convert_sessions.MAX_TOKENS_PER_MESSAGE)))
+    stream = ConnectedStream(1, None, out)
+    stream.follow(StreamStart(Generation(log)))
+    out.mark(stream)
+    out.reply(2, "park_session", pb.ParkSessionResponse())
+    response = out.ready_message()
+    assert response is not None
+    assert [reply.call_id for reply in response.replies] == [2]
+    assert list(response.tokens.call_ids) == [1]
+
+
+def test_tokens_come_though_long_replies_are_always_in_line() -> None:
+    out = Outbound(pb.ConnectLimits(), lambda *_: None, lambda: False)
+    log = TokenLog(Accepted("g", "s"))
+    log.append(array("I", [7]))
+    stream = ConnectedStream(1, None, out)
+    stream.follow(StreamStart(Generation(log)))
+    out.mark(stream)
+    for call_id in (2, 3):
+        out.reply(call_id, "get_session", pb.GetSessionResponse(token_ids=[2**31] * 200_000))
+    response = out.ready_message()
+    assert response is not None
+    assert [reply.call_id for reply in response.replies] == [2]
+    assert list(response.tokens.call_ids) == [1]

@@ -55,7 +55,7 @@ async def test_the_client_ends_quietly_when_nobody_reads_its_tokens(head: Script
 async def test_no_command_in_the_help_of_a_node_is_broken_in_two() -> None:
     shown = (await run("node_stub", "--help")).out.partition("Examples:")[2]
     commands = [line.strip() for line in shown.splitlines() if line.strip().startswith("fleet-node ")]
-    assert len(commands) == 4
+    assert len(commands) == 5
     assert [word for command in commands for word in unknown_words(shlex.split(command))] == []
     assert any(command.endswith("--fault after-tokens=5:die") for command in commands)
     assert not re.search(r"-$", shown, re.MULTILINE)

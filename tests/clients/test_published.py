@@ -24,7 +24,14 @@ def test_every_call_has_a_timeout_but_those_whose_length_the_caller_chooses() ->
     unlimited = {
         name["method"] for each in CONFIG["methodConfig"] if "timeout" not in each for name in each["name"]
     }
-    assert unlimited == GENERATING
+    assert unlimited == GENERATING | {"Connect"}
+
+
+def test_a_connection_is_never_repeated_with_the_calls_that_were_sent_on_it() -> None:
+    (of_connect,) = [
+        each for each in CONFIG["methodConfig"] if any(name["method"] == "Connect" for name in each["name"])
+    ]
+    assert of_connect.keys() == {"name"}
 
 
 def test_an_append_is_never_repeated_because_its_connection_broke() -> None:

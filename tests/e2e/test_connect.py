@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from examples import python_gateway
 from examples.python_gateway import CallRefusedError, FleetConnection, Gateway, Stream
 from fleet.v1 import fleet_service_pb2 as pb
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
@@ -133,6 +134,68 @@ async def test_a_gateway_whose_connection_is_cut_goes_on_where_it_was(world: Wor
     tokens = await asyncio.gather(*reading)
     await gateway.close()
     assert tokens == [expected(prompt(10, salt), 120) for salt in range(8)]
+
+
+async def test_a_gateway_sends_a_burst_of_long_prompts_in_messages_that_the_head_takes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_gateway, "FIRST_MAX_REQUEST_BYTES", 5_000)
+    sent: list[int] = []
+    right = FleetConnection._next_request
+
+    def noted(self: FleetConnection) -> pb.ConnectRequest:
+        request = right(self)
+        sent.append(request.ByteSize())
+        return request
+
+    monkeypatch.setattr(FleetConnection, "_next_request", noted)
+    server = await world.head(await world.node("node-1", "--lanes", "16"))
+    gateway = Gateway(FleetServiceStub(server.new_channel()))
+    spec = pb.GenerationSpec(max_new_tokens=5)
+    session = pb.SessionSpec(model=MODEL.name)
+    answers = [
+        read_once(gateway.answer(pb.CompleteRequest(session=session, token_ids=prompt(600, salt), spec=spec)))
+        for salt in range(16)
+    ]
+    tokens = await asyncio.gather(*answers)
+    await gateway.close()
+    assert tokens == [expected(prompt(600, salt), 5) for salt in range(16)]
+    assert max(sent) <= 5_000
+
+
+async def test_a_gateway_s_answer_that_waited_long_is_not_given_up_when_the_connection_breaks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_gateway, "GRACE_S", 1.0)
+    server = await world.head(await world.node("node-1", "--lanes", "1", "--decode-rate", "20"))
+    gateway = Gateway(FleetServiceStub(server.new_channel()))
+    reading = [asyncio.create_task(read_once(gateway.answer(asking(50, salt)))) for salt in range(2)]
+    async with asyncio.timeout(PATIENCE_S):
+        while max((g.log.visible for g in server.head.generations.running), default=0) < 40:
+            await asyncio.sleep(0.01)
+    await gateway.drop(gateway.connection())
+    tokens = await asyncio.gather(*reading)
+    await gateway.close()
+    assert tokens == [expected(prompt(10, salt), 50) for salt in range(2)]
+
+
+async def test_a_head_that_drains_is_asked_again_without_hanging_up_on_what_runs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_gateway, "GRACE_S", 1.0)
+    server = await world.head(await world.node("node-1", "--decode-rate", "50"))
+    gateway = Gateway(FleetServiceStub(server.new_channel()))
+    running = asyncio.create_task(read_once(gateway.answer(asking(150))))
+    async with asyncio.timeout(PATIENCE_S):
+        while max((g.log.visible for g in server.head.generations.running), default=0) < 5:
+            await asyncio.sleep(0.01)
+    connection = gateway.connection()
+    server.head.drain()
+    with pytest.raises(CallRefusedError, match="HEAD_DRAINING"):
+        await read_once(gateway.answer(asking(5, 1)))
+    assert gateway.connection() is connection
+    assert await running == expected(prompt(10), 150)
+    await gateway.close()
 
 
 async def read_once(events: AsyncIterator[pb.GenerationEvent]) -> list[int]:

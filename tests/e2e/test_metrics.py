@@ -228,7 +228,7 @@ async def test_sessions_are_told_by_state_whatever_becomes_of_their_nodes(world:
 
         async def agree() -> dict[str, int]:
             """No await between the two: one moment is compared."""
-            gauges = server.head.gauges()
+            gauges = await server.head.gauges()
             true = true_states(server)
             assert {state.value: count for state, count in gauges.sessions.items() if count} == true
             return true

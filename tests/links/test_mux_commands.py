@@ -14,6 +14,7 @@ from fleet.v1 import link_pb2, link_service_pb2, types_pb2
 from fleet.v1 import node_service_pb2 as pb
 from fleet_service.domain.commands import CancelRun, HeldSession, Refusal, RefusalCode, Revoke
 from fleet_service.domain.node_types import Feature, ModelInfo, Report
+from fleet_service.links import mux
 from fleet_service.links.mux import MAX_UNANSWERED, MuxLink
 from fleet_service.runtime.protocols import LinkLostError, LinkTimeoutError, NodeFaultError
 from tests.links.scripted_link import PATIENT, WAYS, Linked, accepted, columns, linked, news
@@ -157,6 +158,23 @@ async def test_commands_of_one_turn_leave_in_one_frame_in_their_order(way: str) 
         await both.node.send(news(replies=[answer(each) for each in commands[28:]]))
         assert await asyncio.gather(*asked) == [None] * 100
         assert both.listener.signs == signs_before + 1
+
+
+@both_ways
+async def test_a_revoke_leaves_with_the_next_command(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mux, "COMPANY_S", 60.0)
+    async with linked(way) as both:
+        frames_before = both.node.frames
+        revoked = both.link.revoke(Revoke("s-1", EPOCH))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert both.node.frames == frames_before, "it waits for company"
+        appended = asyncio.create_task(both.link.append(an_append([1])))
+        commands = [await both.node.command() for _ in range(2)]
+        assert [each.WhichOneof("command") for each in commands] == ["revoke", "append"]
+        assert both.node.frames == frames_before + 1
+        await both.node.send(news(replies=[answer(each) for each in commands]))
+        assert [await revoked, await appended] == [None, None]
 
 
 @both_ways

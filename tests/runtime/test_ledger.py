@@ -88,7 +88,7 @@ async def test_answers_are_kept_for_their_time_and_within_their_number() -> None
         await ledger.once(RequestKey(name, b""), work)
     assert len(ledger) == 2
     clock.now_s = 11.0
-    ledger.expire()
+    ledger.expire(10)
     assert len(ledger) == 0
 
 

@@ -134,9 +134,9 @@ def test_an_answer_that_ended_is_forgotten_in_its_time_whatever_the_restarts() -
         left.generations["g"].ended = GenerationEnded("g", ended, UNIX_S - 50)
         head = await restarted(KnownContext(CONTEXT[:]), left, finished_kept_s=60.0)
         now_s = asyncio.get_running_loop().time()
-        head.generations.forget_old(now_s + 5)
+        head.generations.forget_old(now_s + 5, 10)
         assert finished_of(head) == ended
-        head.generations.forget_old(now_s + 15)
+        head.generations.forget_old(now_s + 15, 10)
         with pytest.raises(FleetError):
             head.find_generation("g")
         await head.stop(0.0)
@@ -158,8 +158,8 @@ def test_a_session_expires_by_its_last_use_whatever_the_restarts() -> None:
         head = await restarted(KnownContext(CONTEXT[:]), saved(runs=False), session_expiry_s=60.0)
         assert head.get_session("s").last_used_at == UNIX_S - 40
         now_s = asyncio.get_running_loop().time()
-        assert head.sessions.expire(now_s + 15) == 0
-        assert head.sessions.expire(now_s + 25) == 1
+        assert head.sessions.expire(now_s + 15, 10) == 0
+        assert head.sessions.expire(now_s + 25, 10) == 1
         await head.stop(0.0)
 
     simulate(story)
@@ -170,7 +170,7 @@ def test_a_context_that_was_read_leaves_the_memory_again() -> None:
         head = await restarted(KnownContext(CONTEXT[:]), saved(runs=False), idle_unbind_s=10.0)
         assert list(await head.context_of("s")) == list(CONTEXT)
         assert not is_away(head)
-        head.sessions.unbind_idle(asyncio.get_running_loop().time() + 1)
+        head.sessions.unbind_idle(asyncio.get_running_loop().time() + 1, 10)
         assert is_away(head)
         await head.stop(0.0)
 

@@ -56,9 +56,11 @@ async def everything() -> str:
     """A scrape of a head to which everything has happened once, so that every family has its labels."""
     metrics = new_metrics()
     sessions = dict.fromkeys(SessionState, 1)
-    metrics.watch(
-        lambda: HeadGauges([_node()], sessions, 1, 1, 1, books_balance=True, ready=True, draining=False)
-    )
+
+    async def read() -> HeadGauges:
+        return HeadGauges([_node()], sessions, 1, 1, 1, books_balance=True, ready=True, draining=False)
+
+    metrics.watch(read)
     metrics.rpc_observer.rpc_started(METHODS[0], ()).ended("OK", "")
     metrics.fleet_observer.placement(Reason.NODE_LOST)
     metrics.fleet_observer.committed(0.002)

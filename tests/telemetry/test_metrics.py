@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -40,6 +40,13 @@ def node(name: str, failures: Mapping[str, int] | None = None) -> NodeInfo:
     values: dict[str, object] = dict.fromkeys(NodeInfo.__dataclass_fields__, 0)
     values |= {"name": name, "state": NodeState.UP, "report": None, "report_age_s": None}
     return NodeInfo(**values | {"failures": failures or {}})  # type: ignore[arg-type]
+
+
+def reading(read: Callable[[], HeadGauges]) -> Callable[[], Awaitable[HeadGauges]]:
+    async def at_once() -> HeadGauges:
+        return read()
+
+    return at_once
 
 
 def gauges(nodes: Sequence[NodeInfo] = ()) -> HeadGauges:
@@ -80,7 +87,7 @@ async def scrape_of(metrics: Metrics) -> Scrape:
 )
 async def test_every_accept_header_gets_a_format_that_can_be_read(accept: str, content_type: str) -> None:
     metrics = new_metrics()
-    metrics.watch(gauges)
+    metrics.watch(reading(gauges))
     metrics.fleet_observer.placement(None)
     told, body = await metrics.exposition(accept)
     assert told.startswith(content_type)
@@ -104,7 +111,7 @@ async def test_before_there_is_a_head_it_says_what_it_will_be() -> None:
 async def test_many_nodes_are_written_in_pieces_that_make_one_text(accept: str) -> None:
     names = [f"node-{number}" for number in range(SAMPLES_AT_ONCE + 7)]
     metrics = new_metrics()
-    metrics.watch(lambda: gauges([node(name, {"stalled": 2}) for name in names]))
+    metrics.watch(reading(lambda: gauges([node(name, {"stalled": 2}) for name in names])))
     text = await text_of(metrics, accept)
     assert text.count("# TYPE fleet_node_sessions gauge\n") == 1
     assert text.count("# EOF") == bool(accept)
@@ -124,7 +131,7 @@ async def test_a_scrape_gives_the_loop_its_turn_and_is_of_one_moment() -> None:
         moments.append(turns)
         return gauges([node(f"node-{number}") for number in range(2 * SAMPLES_AT_ONCE)])
 
-    metrics.watch(read)
+    metrics.watch(reading(read))
     turns = 0
     scraping = asyncio.create_task(text_of(metrics))
     while not scraping.done():
@@ -146,7 +153,7 @@ async def test_scrapes_wait_for_each_other() -> None:
         reads += 1
         return gauges()
 
-    metrics.watch(read)
+    metrics.watch(reading(read))
     first, second = asyncio.create_task(text_of(metrics)), asyncio.create_task(text_of(metrics))
     while not first.done():
         assert reads <= 1
@@ -158,7 +165,7 @@ async def test_scrapes_wait_for_each_other() -> None:
 async def test_a_name_of_any_letters_does_not_break_the_text() -> None:
     name = 'node "a"\\\nfleet_fake 1'
     metrics = new_metrics()
-    metrics.watch(lambda: gauges([node(name)]))
+    metrics.watch(reading(lambda: gauges([node(name)])))
     scrape = await scrape_of(metrics)
     assert scrape.label_values("node") == {name}
     assert "fleet_fake" not in scrape.families

@@ -109,8 +109,7 @@ def not_now(candidate: Candidate, demand: Demand, now_s: float, queue_limit: int
 
 def carries_labels(candidate: Candidate, demand: Demand) -> bool:
     """`candidate` has every label that the selector asks for, with the same value."""
-    labels = candidate.labels
-    return all(labels.get(key) == value for key, value in demand.selector.items())
+    return demand.selector.items() <= candidate.labels.items()
 
 
 def window_tokens(candidate: Candidate, model_name: str) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from fleet_service.domain.placement.candidate import Candidate, Demand
 from fleet_service.domain.placement.load import estimates_ms, is_hot
 
-SAMPLE_SIZE = 128
+SAMPLE_SIZE = 64
 """Candidates that a policy which compares them is given, where there are too many to compare all."""
 
 DEFAULT_POOL_HIGH_PCT = 90

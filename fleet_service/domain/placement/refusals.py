@@ -36,8 +36,7 @@ def refusal(
     ones do not depend on which nodes are up, so they may be asked for ahead of a placement as well.
     """
     known = _Known(demand, now_s, queue_limit)
-    for node in nodes:
-        known.count(node)
+    known.count(nodes)
     unlearned = [node for node in all_nodes if is_unlearned(node)]
     # A first connection under way may yet bring what is missing; a node that could not be reached may
     # serve an unknown model, but does not make a wider or labelled node out of those that are known.
@@ -78,39 +77,46 @@ class _Known:
         self.free_again_s = math.inf
         self.reasons: Counter[LeftOut] = Counter()
 
-    def count(self, node: Candidate) -> None:
-        demand = self._demand
-        model = node.models.get(demand.model)
-        if model is None:
-            return
-        self.nodes += 1
-        labelled = not demand.selector or carries_labels(node, demand)
-        revised = not demand.model_revision or model.revision == demand.model_revision
-        held = labelled and revised and self._count_window(node)
-        self.labelled = self.labelled or labelled
-        if not revised:
-            reason: LeftOut | None = LeftOut.REVISION
-        elif not labelled:
-            reason = LeftOut.LABEL
-        else:
-            reason = not_now(node, demand, self._now_s, self._queue_limit) if held else LeftOut.CONTEXT
-        if reason is not None:
-            self.reasons[reason] += 1
-        if reason is LeftOut.BUSY or reason is LeftOut.QUEUE_FULL:
-            self.full += 1
-            if node.busy_until_s > self._now_s:
-                self.free_again_s = min(self.free_again_s, node.busy_until_s - self._now_s)
+    def count(self, nodes: Iterable[Candidate]) -> None:
+        """Written for speed: whoever asks for what cannot be has all nodes looked at."""
+        demand, reasons = self._demand, self.reasons
+        name, revision, selector = demand.model, demand.model_revision, demand.selector
+        for node in nodes:
+            model = node.models.get(name)
+            if model is None:
+                continue
+            self.nodes += 1
+            labelled = not selector or carries_labels(node, demand)
+            self.labelled = self.labelled or labelled
+            if revision and model.revision != revision:
+                reasons[LeftOut.REVISION] += 1
+            elif not labelled:
+                reasons[LeftOut.LABEL] += 1
+            elif not self._count_window(node, model.max_context_tokens or window_tokens(node, name)):
+                reasons[LeftOut.CONTEXT] += 1
+            else:
+                self._count_now(node)
 
-    def _count_window(self, node: Candidate) -> bool:
+    def _count_window(self, node: Candidate, window: int) -> bool:
         """Whether it holds the demand."""
-        demand, window = self._demand, window_tokens(node, self._demand.model)
+        demand = self._demand
         self.revised = True
         self.widest_tokens = max(self.widest_tokens, window or demand.min_window_tokens)
         held = not window or (demand.prompt_tokens <= window and demand.min_window_tokens < window)
         # A node that tells no window and has already been tried for a length that was refused does not count.
-        tried = demand.min_window_tokens and not window and node.name in demand.avoid
-        self.could_hold = self.could_hold or (held and not tried)
+        if held and not (demand.min_window_tokens and not window and node.name in demand.avoid):
+            self.could_hold = True
         return held
+
+    def _count_now(self, node: Candidate) -> None:
+        reason = not_now(node, self._demand, self._now_s, self._queue_limit)
+        if reason is None:
+            return
+        self.reasons[reason] += 1
+        if reason in (LeftOut.BUSY, LeftOut.QUEUE_FULL):
+            self.full += 1
+            if node.busy_until_s > self._now_s:
+                self.free_again_s = min(self.free_again_s, node.busy_until_s - self._now_s)
 
 
 def _not_found(demand: Demand) -> FleetError:
