@@ -192,6 +192,7 @@ class Outbound:
                 await self._waiter
             finally:
                 self._waiter = None
+            await asyncio.sleep(0)  # what others have ready in this turn goes along
         return None
 
     def ready_message(self) -> fleet.ConnectResponse | None:
