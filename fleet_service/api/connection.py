@@ -68,7 +68,7 @@ class ConnectParts:
 class _ConnectedCall:
     """One call of a connection, as a servicer's method sees it, until its reply is in line."""
 
-    __slots__ = ("_connection", "_trace", "call_id", "credit_tokens", "method", "over", "started_s", "stream")
+    __slots__ = ("_connection", "_trace", "call_id", "credit_tokens", "method", "over", "stream")
 
     def __init__(
         self, connection: Connection, call_id: int, method: Method, credit_tokens: int | None, trace: RpcTrace
@@ -77,7 +77,6 @@ class _ConnectedCall:
         self.method = method
         self.credit_tokens = credit_tokens
         self.stream: ConnectedStream | None = None
-        self.started_s = asyncio.get_running_loop().time()
         self.over = False
         self._connection = connection
         self._trace = trace
@@ -322,10 +321,8 @@ class Connection:
     # What goes out
 
     def _reply(self, call: _ConnectedCall, kind: str, answer: Any) -> None:
-        self._calls.pop(call.call_id, None)
         self._out.reply(call.call_id, kind, answer)
-        call.ended("OK")
-        self._parts.log.debug("call answered", method=call.method.name, caller=self.caller.name)
+        self._answered(call)
 
     def _refuse(self, call: _ConnectedCall, error: BaseException) -> None:
         if self._calls.get(call.call_id) is call:
@@ -341,8 +338,11 @@ class Connection:
             return
         if error is not None:
             self._refuse(call, error)
-            return
-        del self._calls[stream.call_id]
+        else:
+            self._answered(call)
+
+    def _answered(self, call: _ConnectedCall) -> None:
+        self._calls.pop(call.call_id, None)
         call.ended("OK")
         self._parts.log.debug("call answered", method=call.method.name, caller=self.caller.name)
 

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -18,6 +18,7 @@ from fleet.v1.admin_service_pb2_grpc import AdminServiceStub
 from fleet.v1.fleet_service_pb2_grpc import FleetServiceStub
 from fleet_service.api.server import EdgeParts, Listener, callers_listener, operators_listener
 from fleet_service.telemetry.tracing import Tracing, TracingSettings
+from tests.api.connected import Connected
 from tests.api.fakes import FakeHead
 
 if TYPE_CHECKING:  # The stubs' types for asyncio have no counterpart at run time.
@@ -86,3 +87,13 @@ async def edge() -> AsyncIterator[Edge]:
     await callers.stop(0.0)
     await operators.stop(0.0)
     await tracing.close()
+
+
+@pytest.fixture
+async def connected(edge: Edge) -> AsyncIterator[Connected]:
+    call: Any = edge.fleet.Connect()
+    made = Connected(edge, call)
+    limits = (await made.read()).limits
+    assert (limits.max_open_calls, limits.max_request_bytes) == (MAX_OPEN_CALLS, 16 * 1024 * 1024)
+    yield made
+    call.cancel()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +14,9 @@ from fleet_service.api import convert_sessions
 from fleet_service.api.connected_streams import ConnectedStream, Outbound
 from fleet_service.api.facade import StreamStart
 from fleet_service.domain.events import Accepted, MoveCause, Moved
-from fleet_service.runtime.tokenlog import Follower, TokenLog
+from fleet_service.runtime.tokenlog import TokenLog
 from tests.api.fakes import FINISHED
+from tests.api.logged import LogGeneration
 
 MOVED = Moved("node-a", "node-b", MoveCause.LINK_LOST, 0, 0.1, 9)
 STREAMS = 3
@@ -30,19 +29,6 @@ steps = st.one_of(
     st.tuples(st.sampled_from(["move", "finish"]), st.integers(0, STREAMS - 1), st.just(0)),
     st.tuples(st.just("send"), st.just(0), st.just(0)),
 )
-
-
-@dataclass
-class Generation:
-    log: TokenLog
-    generation_id = "g"
-    session_id = "s"
-
-    def attach(self, from_index: int = 0, branch: int = 0) -> Any:
-        raise AssertionError("a connection follows")
-
-    def follow(self, from_index: int, branch: int, on_news: Callable[[], None]) -> Follower:
-        return Follower(self.log, from_index, lambda _: None, on_news)
 
 
 @dataclass
@@ -94,10 +80,18 @@ def test_each_reader_gets_its_log_in_order_within_its_credit_and_never_more(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert_sessions, "MAX_TOKENS_PER_MESSAGE", ROOM_TOKENS)
-        _run(credits_tokens, done)
+        caller, logs, moves, over = _run(credits_tokens, done)
+    for n, (log, seen) in enumerate(zip(logs, caller.seen, strict=True)):
+        may = log.received if seen.credit_tokens is None else min(log.received, seen.credit_tokens)
+        assert seen.tokens == list(range(may))
+        assert seen.moves_at == [at for at in moves[n] if at <= may]
+        assert seen.finished == (log.finished is not None and may == log.received) == (n in over)
 
 
-def _run(credits_tokens: list[int | None], done: list[tuple[str, int, int]]) -> None:
+def _run(
+    credits_tokens: list[int | None], done: list[tuple[str, int, int]]
+) -> tuple[Caller, list[TokenLog], list[list[int]], list[int]]:
+    """What each caller saw, the logs, where they moved, and the streams that were said to be over."""
     caller = Caller(credits_tokens)
     over: list[int] = []
     out = Outbound(pb.ConnectLimits(), lambda stream, error: over.append(stream.call_id), lambda: False)
@@ -105,7 +99,7 @@ def _run(credits_tokens: list[int | None], done: list[tuple[str, int, int]]) -> 
     streams = [ConnectedStream(n, credits_tokens[n], out) for n in range(STREAMS)]
     moves: list[list[int]] = [[] for _ in logs]
     for log, stream in zip(logs, streams, strict=True):
-        stream.follow(StreamStart(Generation(log)))
+        stream.follow(StreamStart(LogGeneration(log)))
         out.mark(stream)
 
     def send_all() -> None:
@@ -127,11 +121,7 @@ def _run(credits_tokens: list[int | None], done: list[tuple[str, int, int]]) -> 
         elif what == "send":
             send_all()
     send_all()
-    for n, (log, seen) in enumerate(zip(logs, caller.seen, strict=True)):
-        may = log.received if seen.credit_tokens is None else min(log.received, seen.credit_tokens)
-        assert seen.tokens == list(range(may))
-        assert seen.moves_at == [at for at in moves[n] if at <= may]
-        assert seen.finished == (log.finished is not None and may == log.received) == (n in over)
+    return caller, logs, moves, over
 
 
 def test_a_long_stream_takes_turns_with_others() -> None:
@@ -141,7 +131,7 @@ def test_a_long_stream_takes_turns_with_others() -> None:
     logs[1].append(array("I", range(200_000)))
     for n, log in enumerate(logs):
         stream = ConnectedStream(n, None, out)
-        stream.follow(StreamStart(Generation(log)))
+        stream.follow(StreamStart(LogGeneration(log)))
         out.mark(stream)
     order: list[int] = []
     while (response := out.ready_message()) is not None:
@@ -159,7 +149,7 @@ def test_what_fails_in_one_stream_ends_that_one_alone() -> None:
     sound.append([7])
     for n, log in enumerate((broken, sound)):
         stream = ConnectedStream(n, None, out)
-        stream.follow(StreamStart(Generation(log)))
+        stream.follow(StreamStart(LogGeneration(log)))
         out.mark(stream)
     broken.mark("no event")  # type: ignore[arg-type]
     response = out.ready_message()
@@ -174,7 +164,7 @@ def test_replies_come_though_tokens_are_always_ready() -> None:
     log = TokenLog(Accepted("g", "s"))
     log.append(array("I", range(10 * convert_sessions.MAX_TOKENS_PER_MESSAGE)))
     stream = ConnectedStream(1, None, out)
-    stream.follow(StreamStart(Generation(log)))
+    stream.follow(StreamStart(LogGeneration(log)))
     out.mark(stream)
     out.reply(2, "park_session", pb.ParkSessionResponse())
     response = out.ready_message()
@@ -188,7 +178,7 @@ def test_tokens_come_though_long_replies_are_always_in_line() -> None:
     log = TokenLog(Accepted("g", "s"))
     log.append(array("I", [7]))
     stream = ConnectedStream(1, None, out)
-    stream.follow(StreamStart(Generation(log)))
+    stream.follow(StreamStart(LogGeneration(log)))
     out.mark(stream)
     for call_id in (2, 3):
         out.reply(call_id, "get_session", pb.GetSessionResponse(token_ids=[2**31] * 200_000))

@@ -62,3 +62,4 @@ async def test_one_that_gives_up_waiting_keeps_nobody_from_going_through() -> No
         async with asyncio.timeout(5):
             await asyncio.gather(*tasks, return_exceptions=True)
             await turnstile.through()
+        assert not any(task.cancelled() for task in (tasks[0], tasks[3]))
