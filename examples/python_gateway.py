@@ -325,7 +325,9 @@ class Gateway:
                     raise
                 # What runs on this connection goes on to its end; it is lost when the head has ended.
                 failure, pause_s = refused, refused.error.retry_after_ms / 1000
-            lost_at_s = lost_at_s if lost_at_s is not None else loop.time()
+            if lost_at_s is None:
+                lost_at_s = loop.time()
+                note(f"{failure}; trying to go on at {place.from_index}")
             if loop.time() - lost_at_s > GRACE_S:
                 raise failure
             await asyncio.sleep(pause_s)
@@ -333,6 +335,10 @@ class Gateway:
     async def close(self) -> None:
         if self._connection is not None:
             await self.drop(self._connection)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 async def run(options: argparse.Namespace) -> int:
@@ -352,6 +358,8 @@ async def run(options: argparse.Namespace) -> int:
             node, how = "", "ERROR"
             async for event in gateway.answer(request):
                 tokens.extend(event.tokens.token_ids)
+                if event.HasField("moved"):
+                    note(f"answer {number} moved from {event.moved.from_node} to {event.moved.to_node}")
                 node = event.started.node or event.moved.to_node or node
                 if event.HasField("finished"):
                     how = FinishReason.Name(event.finished.reason).removeprefix("FINISH_REASON_")
@@ -361,7 +369,7 @@ async def run(options: argparse.Namespace) -> int:
         try:
             whole = await asyncio.gather(*map(ask, range(options.answers)))
         except (CallRefusedError, ConnectionLostError) as error:
-            print(f"failed: {error}", file=sys.stderr)
+            note(f"failed: {error}")
             return 1
         finally:
             await gateway.close()
